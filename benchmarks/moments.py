@@ -213,7 +213,7 @@ def trained(family: Family, kind: str, seed: int, arguments: Sequence[str]) -> t
     program = Program(name=str(FAMILIES / family.script), arguments=("--seed", str(seed), *arguments))
     with Seams() as seams, contextlib.redirect_stdout(io.StringIO()) as out:
         replaced(family, kind, seams)
-        ended = run(program, POLICY, told=told.append)
+        ended = run(program, POLICY, on_step=told.append)
     if ended.failure is not None:
         raise ended.failure
     return out.getvalue(), told

@@ -39,7 +39,7 @@ from mezzo.plan import heuristics, planning
 from mezzo.plan.balance import balance_of
 from mezzo.plan.carry_out import carry_out
 from mezzo.plan.costs import Costs
-from mezzo.plan.cut import place
+from mezzo.plan.cut import cheapest
 from mezzo.plan.graph import Graph, capture, read
 from mezzo.policy import Policy
 from stepping.facts import facts
@@ -235,7 +235,7 @@ PLACEMENTS: Final[dict[str, Place]] = {
     AUTOCAST: _followed(heuristics.promoted),
     "Paddle's gray": _followed(heuristics.gray),
     "TensorFlow's painting": _followed(heuristics.painted),
-    CUT: lambda costs: place(costs.problem).low[: len(costs.graph.ops)],
+    CUT: lambda costs: cheapest(costs.problem).low[: len(costs.graph.ops)],
 }
 
 

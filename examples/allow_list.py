@@ -65,14 +65,14 @@ class Training:
             return functional.cross_entropy(self.model(words).flatten(0, 1), words.flatten())
 
     def step(self, words):
-        held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        allocated_before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         loss = self.loss_of(words)
         self.amp.backward(loss)
         self.amp.step()
         self.amp.zero_grad()
         self.loss = loss.detach()
         if device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated() - held
+            self.peak_bytes = torch.cuda.max_memory_allocated() - allocated_before
 
     def saved_bytes(self, words):
         with SavedBytes(self.model) as saved:
@@ -91,7 +91,7 @@ def seconds(step):
 
 
 def measured(tokens=256, repetitions=12):
-    """Take steps under every policy in turns, all from the same weights on the same batches; a row for each."""
+    """Return a row for each policy: steps in turns, all from the same weights on the same batches."""
     trainings = {low: Training(policy) for low, policy in POLICIES.items()}
     batch = torch.empty(BATCH, tokens, dtype=torch.long, device=device)
 

@@ -18,7 +18,7 @@ def build() -> dict[str, object]:
 
 
 def train(run: dict, steps: range) -> float:
-    """Take some steps, and return the last loss."""
+    """Return the last loss of some steps."""
     for number in steps:
         torch.manual_seed(number)
         x = torch.randn(64, 16)

@@ -19,6 +19,7 @@ PROGRAM = """
         os.fork = refuse
     import mezzo
     added = [sorted(set(sys.modules) - modules)]
+    assert dir(mezzo) == sorted(mezzo.__all__)
     import mezzo.cast.device, mezzo.step.executors.triton
     mezzo.integrations
     added.append(sorted(set(sys.modules) - modules))

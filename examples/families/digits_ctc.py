@@ -102,9 +102,9 @@ def edit_distance(a, b):
     return row[-1]
 
 
-def error_rate(found, wanted):
+def error_rate(read, wanted):
     """Return the character error rate in per cent."""
-    errors = sum(edit_distance(a, b) for a, b in zip(found, wanted, strict=True))
+    errors = sum(edit_distance(a, b) for a, b in zip(read, wanted, strict=True))
     return 100.0 * errors / sum(len(text) for text in wanted)
 
 
@@ -137,8 +137,8 @@ def main():
 
     model.eval()
     with torch.no_grad():
-        found = [text for strips in test_strips.split(100) for text in decode(model(strips.to(device)))]
-    print(f"test character error rate {error_rate(found, test_texts):.2f} %")
+        read = [text for strips in test_strips.split(100) for text in decode(model(strips.to(device)))]
+    print(f"test character error rate {error_rate(read, test_texts):.2f} %")
 
 
 if __name__ == "__main__":

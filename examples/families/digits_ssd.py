@@ -63,12 +63,12 @@ def draw(number, held_out):
 
 def make_anchors():
     """Return the anchors (anchors, 4), as x1 y1 x2 y2, in the order of the network's outputs."""
-    found = []
+    anchors = []
     for stride, sides in ANCHORS.items():
         centres = (torch.arange(SIDE // stride) + 0.5) * stride
         y, x, side = torch.cartesian_prod(centres, centres, torch.tensor(sides)).unbind(1)
-        found.append(torch.stack([x - side / 2, y - side / 2, x + side / 2, y + side / 2], 1))
-    return torch.cat(found)
+        anchors.append(torch.stack([x - side / 2, y - side / 2, x + side / 2, y + side / 2], 1))
+    return torch.cat(anchors)
 
 
 def iou(a, b):
@@ -106,14 +106,14 @@ def detect(scores, offsets, anchors):
     return (cls.gather(1, surest) + 1) * kept, score, boxes
 
 
-def mean_average_precision(found, score, found_boxes, classes, boxes):
+def mean_average_precision(found_classes, score, found_boxes, classes, boxes):
     """Return the mean over classes, 0 to 1; of two detections of a digit only the first, the surer, is right."""
-    overlap, digit = (iou(found_boxes, boxes) * (found.unsqueeze(2) == classes.unsqueeze(1))).max(2)
+    overlap, digit = (iou(found_boxes, boxes) * (found_classes.unsqueeze(2) == classes.unsqueeze(1))).max(2)
     hits = functional.one_hot(digit, 4) * (overlap >= 0.5).unsqueeze(2)  # (canvases, detections, digits)
     right = (hits * (hits.cumsum(1) == 1)).sum(2).double()
     areas = []
     for cls in classes[classes > 0].unique():
-        surest_first = right[found == cls][score[found == cls].argsort(descending=True, stable=True)]
+        surest_first = right[found_classes == cls][score[found_classes == cls].argsort(descending=True, stable=True)]
         precision = surest_first.cumsum(0) / torch.arange(1, len(surest_first) + 1)
         best_from_here = precision.flip(0).cummax(0).values.flip(0)  # recall grows where a detection is right
         areas.append((best_from_here * surest_first).sum() / (classes == cls).sum())
@@ -147,8 +147,8 @@ def main():
 
     model.eval()
     with torch.no_grad():
-        found = [part.cpu() for part in detect(*model(test_canvases.to(device)), anchors)]
-    print(f"test mAP {100 * mean_average_precision(*found, test_classes, test_boxes):.2f} %")
+        detections = [part.cpu() for part in detect(*model(test_canvases.to(device)), anchors)]
+    print(f"test mAP {100 * mean_average_precision(*detections, test_classes, test_boxes):.2f} %")
 
 
 if __name__ == "__main__":

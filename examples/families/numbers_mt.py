@@ -82,28 +82,28 @@ def spell(number, language):
 
 
 def vocabulary(sentences):
-    """Return all words, a word's place being its number; filled up to a multiple of eight."""
+    """Return all words, a word's number is its index; filled up to a multiple of eight."""
     words = ["<pad>", "<start>", "<end>", *sorted({word for sentence in sentences for word in sentence.split()})]
-    return words + [f"<unused{place}>" for place in range(-len(words) % 8)]
+    return words + [f"<unused{number}>" for number in range(-len(words) % 8)]
 
 
 def encode(sentences, words):
     """Return the numbers of the words of each sentence and its end, padded to the longest."""
-    places = {word: place for place, word in enumerate(words)}
-    rows = [torch.tensor([places[word] for word in sentence.split()] + [END]) for sentence in sentences]
+    numbers = {word: number for number, word in enumerate(words)}
+    rows = [torch.tensor([numbers[word] for word in sentence.split()] + [END]) for sentence in sentences]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
 
 def decode(rows, words):
     """Return sentences: the words of each row before its first end."""
-    written = [" ".join(words[place] for place in row) for row in rows.tolist()]
+    written = [" ".join(words[number] for number in row) for row in rows.tolist()]
     return [sentence.split("<end>")[0].strip() for sentence in written]
 
 
-def judge(found, wanted):
+def judge(translated, wanted):
     """Return the corpus's BLEU, and the share of sentences that are right in every word; both 0 to 100."""
-    right = sum(a == b for a, b in zip(found, wanted, strict=True))
-    return sacrebleu.corpus_bleu(found, [wanted]).score, 100.0 * right / len(wanted)
+    right = sum(a == b for a, b in zip(translated, wanted, strict=True))
+    return sacrebleu.corpus_bleu(translated, [wanted]).score, 100.0 * right / len(wanted)
 
 
 def main():
@@ -138,8 +138,8 @@ def main():
     model.eval()
     with torch.no_grad():
         source = encode(test_english, english).to(device)
-        found = [sentence for part in source.split(500) for sentence in decode(model.translate(part), french)]
-    bleu, exact_matches = judge(found, test_french)
+        translated = [sentence for part in source.split(500) for sentence in decode(model.translate(part), french)]
+    bleu, exact_matches = judge(translated, test_french)
     print(f"test BLEU {bleu:.2f} points")
     print(f"exact matches {exact_matches:.2f} %")
 

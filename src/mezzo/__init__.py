@@ -73,5 +73,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names that are not imported yet, too."""
-    return sorted({*globals(), *__all__})
+    """Return the public names, also those that are not imported yet."""
+    return sorted(__all__)

@@ -8,6 +8,7 @@ from torch import nn
 
 import mezzo
 from mezzo import MixedPrecision, PolicyError, StateError, UnsupportedError
+from mezzo.cast.region import RegionArgumentError
 
 from ..support.refusals import refused
 from ..support.releases import torchscript
@@ -116,6 +117,31 @@ def test_what_is_no_policy_no_device_and_no_pin():
     ):
         with refused(error, words):
             make()
+
+
+#: What is written by the habit of torch.autocast, and what to write instead.
+TORCHS = [
+    (("cuda", torch.bfloat16), {}, ('autocast("bfloat16", "cuda")', 'autocast("cuda", dtype=torch.bfloat16)')),
+    (("cuda",), {"dtype": torch.float16}, ('autocast("float16", "cuda")', 'autocast("cuda", dtype=torch.float16)')),
+    ((), {"device_type": "cpu", "dtype": torch.bfloat16}, ('autocast("bfloat16", "cpu")', 'autocast("cpu", dtype=')),
+    (("cpu",), {"enabled": False}, ('autocast("bfloat16", "cpu")',)),
+    (("cuda:0",), {}, ('autocast("bfloat16", "cuda:0")',)),
+    (("bf16",), {"cache_enabled": False}, ("a policy first",)),
+]
+
+
+@pytest.mark.parametrize("args, kwargs, words", TORCHS)
+def test_the_arguments_of_torchs_autocast_are_answered_with_ours(args, kwargs, words):
+    with refused(RegionArgumentError, "these are the arguments of torch.autocast", *words):
+        mezzo.autocast(*args, **kwargs)
+
+
+def test_an_argument_that_no_region_has_is_named():
+    assert issubclass(RegionArgumentError, TypeError)
+    with refused(PolicyError, "a region takes no dtyp\n", 'write  mezzo.autocast("bfloat16")'):
+        mezzo.autocast("O1", dtyp="bf16")
+    with refused(PolicyError, "there is no level"):
+        mezzo.autocast()
 
 
 # Wrappers that collect gradients ------------------------------------------------------------------------

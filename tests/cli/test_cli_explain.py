@@ -139,7 +139,7 @@ def test_several_policies_and_one_run_of_the_script(script, capsys, monkeypatch,
 def test_a_model_is_explained_as_it_was_at_its_call(script):
     """What a step does to weights and random numbers does not show: twice the same, and the script's losses stay."""
     policy = Policy.of(BF16)
-    first, second = (rehearse(Program(name=str(script)), policy, explained, steps=2).found for _ in range(2))
+    first, second = (rehearse(Program(name=str(script)), policy, explained, steps=2).results for _ in range(2))
     assert first == second
     before = torch.nn.Module.__call__, torch.nn.functional.cross_entropy
     rehearse(Program(name=str(script)), policy, explained)

@@ -85,7 +85,7 @@ FAULTS = (
          "return amp.autocast() if is_on else", "return amp.autocast() if True else",
          "tests/integrations/test_accelerate.py::test_accelerators_own_region",
          "a part that was to run in FP32 would not"),
-        ("accelerate: the log lacks the scale", "return log({**own, **args[0]}, *args[1:], **kwargs)",
+        ("accelerate: the log lacks the scale", "return log({**metrics, **args[0]}, *args[1:], **kwargs)",
          "return log(*args, **kwargs)",
          "tests/integrations/test_accelerate.py::test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged",
          "no tracker would see the loss scale"),

@@ -37,13 +37,13 @@ class GPT(nn.Module):
     def __init__(self, depth=2):
         super().__init__()
         self.embed = nn.Embedding(17, 16)
-        self.place = nn.Embedding(8, 16)
+        self.position = nn.Embedding(8, 16)
         self.blocks = nn.ModuleList([Block() for _ in range(depth)])
         self.head = nn.Linear(16, 17, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens):
-        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -441,15 +441,15 @@ def _floats(value):
     if isinstance(value, torch.Tensor):
         return (value.dtype,) if value.is_floating_point() else ()
     if isinstance(value, tuple | list):
-        return tuple(dtype for each in value for dtype in _floats(each))
+        return tuple(dtype for part in value for dtype in _floats(part))
     return ()
 
 
 def _teller(name, line):
-    def told(read, gave):
+    def record(read, gave):
         WATCHED[-1].calls.append(Ran(name, line, read, _floats(gave)))
 
-    return told
+    return record
 
 
 def _read(*values):
@@ -457,9 +457,9 @@ def _read(*values):
 
 
 def _line(node):
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{file}:{line}" for file, line in found if "/torch/" not in file and "/mezzo/" not in file]
-    return own[-1] if own else ""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    users = [f"{file}:{line}" for file, line in lines if "/torch/" not in file and "/mezzo/" not in file]
+    return users[-1] if users else ""
 
 
 def _name(node):
@@ -468,20 +468,20 @@ def _name(node):
 
 
 def watch(module):
-    """Have each call of a graph, and of the graphs inside it, say what it reads and gives."""
-    for each in module.modules():
-        if not isinstance(each, GraphModule):
+    """Record what each call of a graph, and of the graphs inside it, reads and returns."""
+    for graph_module in module.modules():
+        if not isinstance(graph_module, GraphModule):
             continue
-        for node in list(each.graph.nodes):
+        for node in list(graph_module.graph.nodes):
             if node.op not in ("call_function", "call_method") or "autocast" in str(node.target):
                 continue
             name, line = _name(node), _line(node)
             given = list(node.all_input_nodes)
-            with each.graph.inserting_before(node):
-                read = each.graph.call_function(_read, tuple(given))
-            with each.graph.inserting_after(node):
-                each.graph.call_function(_teller(name, line), (read, node))
-        each.recompile()
+            with graph_module.graph.inserting_before(node):
+                read = graph_module.graph.call_function(_read, tuple(given))
+            with graph_module.graph.inserting_after(node):
+                graph_module.graph.call_function(_teller(name, line), (read, node))
+        graph_module.recompile()
 
 
 @register_backend(name="mezzo_tests_watched")
@@ -515,10 +515,10 @@ def matched(plan, calls):
     """Return pairs of an op of a plan and the call that was it, in order; None where there is no such call."""
     pairs, left = [], list(calls)
     for op in plan.ops:
-        place = next((i for i, each in enumerate(left) if each.line == op.line and _alike(each.name, op.op)), None)
-        pairs.append((op, None if place is None else left[place]))
-        if place is not None:
-            del left[: place + 1]
+        index = next((i for i, call in enumerate(left) if call.line == op.line and _alike(call.name, op.op)), None)
+        pairs.append((op, None if index is None else left[index]))
+        if index is not None:
+            del left[: index + 1]
     return pairs
 
 
@@ -533,13 +533,13 @@ def _alike(ran, planned):
 
 def flat(model, out):
     """Return what a model gave, and its gradients, as one vector each."""
-    outs = [each.detach().float().flatten() for each in _tensors(out) if each.is_floating_point()]
-    gradients = [each.grad.float().flatten() for each in model.parameters() if each.grad is not None]
+    outs = [tensor.detach().float().flatten() for tensor in _tensors(out) if tensor.is_floating_point()]
+    gradients = [tensor.grad.float().flatten() for tensor in model.parameters() if tensor.grad is not None]
     return torch.cat(outs), torch.cat(gradients) if gradients else torch.zeros(1)
 
 
 def _tensors(value):
-    return [value] if isinstance(value, torch.Tensor) else [each for part in value for each in _tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in _tensors(part)]
 
 
 def trained(case, call=None, region=nullcontext):
@@ -548,5 +548,5 @@ def trained(case, call=None, region=nullcontext):
     with torch.set_grad_enabled(case.grad), region():
         out = (call(model) if call else model)(*args, **kwargs)
     if case.grad:
-        sum(each.float().square().mean() for each in _tensors(out) if each.requires_grad).backward()
+        sum(tensor.float().square().mean() for tensor in _tensors(out) if tensor.requires_grad).backward()
     return model, out

@@ -193,23 +193,25 @@ def test_the_low_format_is_kept_for_the_backward_pass():
             backend = mezzo.compile_backend(case.policy, objective, inner="eager")
             model, args, kwargs = built(case)
             compiled = torch.compile(model, backend=backend)
-            there = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers(), *args)}
-            found = {}
+            existing = {
+                tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *args)
+            }
+            saved = {}
 
-            def pack(tensor, there=there, found=found):
+            def pack(tensor, existing=existing, saved=saved):
                 memory = tensor.untyped_storage()
-                if memory.data_ptr() not in there:
-                    found[memory.data_ptr()] = memory.nbytes(), tensor
+                if memory.data_ptr() not in existing:
+                    saved[memory.data_ptr()] = memory.nbytes(), tensor
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 compiled(*args, **kwargs)
-            kept[objective] = sum(size for size, _ in found.values()), backend.plans[0].totals["plan"].kept_bytes
+            kept[objective] = sum(size for size, _ in saved.values()), backend.plans[0].totals["plan"].kept_bytes
         (time, time_said), (memory, memory_said) = kept["time"], kept["memory"]
         assert memory <= time, (name, kept)
         assert memory_said <= time_said, (name, kept)
-        for real, said in kept.values():
-            assert math.isclose(real, said, rel_tol=0.05), (name, kept)
+        for real, promised in kept.values():
+            assert math.isclose(real, promised, rel_tol=0.05), (name, kept)
 
 
 # Sizes, breaks, modes --------------------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ class Looped(nn.Module):
         return self.last(x)
 
 
-def told(plans):
+def decisions(plans):
     return [(op.op, op.module, op.dtype) for plan in plans for op in plan.ops]
 
 
@@ -290,10 +292,10 @@ def test_rules_on_modules_hold_after_a_graph_break():
     backend = mezzo.compile_backend("O1,bf16,fp32_module=island.head", inner="mezzo_tests_watched")
     with watching() as seen:
         torch.compile(Broken(), backend=backend)(torch.randn(4, 8))
-    assert [(op, module) for op, module, dtype in told(backend.plans) if dtype == "float32"] == [
+    assert [(op, module) for op, module, dtype in decisions(backend.plans) if dtype == "float32"] == [
         ("linear", "island.head.0"), ("tanh", "island.head.1"), ("linear", "island.head.2"),
     ]  # fmt: skip
-    assert told(backend.plans)[-1] == ("linear", "last", "bfloat16")
+    assert decisions(backend.plans)[-1] == ("linear", "last", "bfloat16")
     assert seen.casts == [plan.totals["plan"].casts for plan in backend.plans]
 
 
@@ -307,7 +309,7 @@ def test_what_is_left_to_python_is_the_regions():
     with watching() as seen, amp.autocast():
         out = compiled(torch.randn(4, 8))
     assert out.dtype == torch.bfloat16
-    linear = {module: dtype for op, module, dtype in told(backend.plans) if op == "linear"}
+    linear = {module: dtype for op, module, dtype in decisions(backend.plans) if op == "linear"}
     assert linear.pop("halves.1.b", None) == ("float32" if CAPTURES_BEHIND_BREAKS else None)
     assert set(linear.values()) == {"bfloat16"}
     assert all(set(ran.read) in ({torch.bfloat16}, {torch.float32}) for ran in seen.calls if ran.name == "linear")
@@ -365,7 +367,7 @@ def losses(policy, compiles, steps=6):
     amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), 0.05), policy=policy)
     if compiles == "after":
         called = torch.compile(model, backend=backend)
-    found = []
+    losses = []
     with watching() as seen, closing(amp):
         for _ in range(steps):
             with amp.autocast():
@@ -373,8 +375,8 @@ def losses(policy, compiles, steps=6):
             amp.backward(loss)
             amp.step()
             amp.zero_grad()
-            found.append(float(loss.detach()))
-    return found, backend, seen
+            losses.append(float(loss.detach()))
+    return losses, backend, seen
 
 
 SESSIONS = (
@@ -385,7 +387,7 @@ OTHER_WAY = tuple((policy, {"before": "after", "after": "before"}[compiles]) for
 
 
 @pytest.mark.parametrize(
-    "policy, compiles", [*SESSIONS, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_WAY)]
+    "policy, compiles", [*SESSIONS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_WAY)]
 )
 def test_a_session_trains_as_without_a_plan(policy, compiles):
     plain, _, _ = losses(policy, "never")
@@ -398,7 +400,7 @@ def test_a_session_trains_as_without_a_plan(policy, compiles):
     if "fp16" not in policy:  # whose products are emulated by casts
         assert seen.casts == [plan.totals["plan"].casts for plan in backend.plans] * 6
     if "fp32_module" in policy:
-        planned = [dtype for op, module, dtype in told(backend.plans) if module == "out"]
+        planned = [dtype for op, module, dtype in decisions(backend.plans) if module == "out"]
         assert planned == ["float32"] * CAPTURES_BEHIND_BREAKS  # otherwise the region carries the rule out
 
 
@@ -478,7 +480,7 @@ def test_what_is_refused(name):
         call()
     text = str(caught.value)
     for word in words:
-        assert any(each in text for each in word.split("|")), text
+        assert any(part in text for part in word.split("|")), text
 
 
 # What casts hold for ---------------------------------------------------------------------------------------------

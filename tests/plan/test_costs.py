@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from mezzo.plan.balance import DEFAULT_SPEEDUP, TABLE, Balance, balance
 from mezzo.plan.costs import Costs
-from mezzo.plan.cut import place
+from mezzo.plan.cut import cheapest
 from mezzo.plan.graph import capture
 from mezzo.plan.planning import planned
 from mezzo.policy import Policy
@@ -37,7 +37,7 @@ class Call(nn.Module):
         self.weights = nn.ParameterList([torch.randn(shape) for shape in weights])
 
     def forward(self, *inputs):
-        return self.function(*inputs, *(self.weights[place] for place in range(len(self.weights))))
+        return self.function(*inputs, *(self.weights[index] for index in range(len(self.weights))))
 
 
 def counted(model, *inputs, policy="O1,bf16", objective=0.0, fused=False, on=EVEN):
@@ -48,7 +48,7 @@ def counted(model, *inputs, policy="O1,bf16", objective=0.0, fused=False, on=EVE
 def moved(model, *inputs, is_low, policy="O1,bf16", on=EVEN):
     """Return what a model moves whose sources are FP32, and whose ops are all low or all FP32."""
     account = counted(model, *inputs, policy=policy, on=on)
-    low = [op.kind != "source" and is_low for op in account.graph.ops]
+    low = [op.role != "source" and is_low for op in account.graph.ops]
     totals = account.totals(low)
     return totals.moved_bytes - totals.cast_bytes, totals.cast_bytes, totals.kept_bytes
 
@@ -126,7 +126,7 @@ def test_products_take_as_long_as_their_arithmetic():
     for policy, flops in (("O1,bf16", 0.1), ("O1,bf16,fp32=linear", 0.01)):
         with torch.no_grad():
             account = counted(nn.Linear(8, 4), torch.randn(6, 8), policy=policy, on=SLOW)
-        low = place(account.problem).low[: len(account.graph.ops)]
+        low = cheapest(account.problem).low[: len(account.graph.ops)]
         totals = account.totals(low)
         assert totals.cost - totals.cast_bytes == pytest.approx(2 * multiplications / flops)
     assert EVEN.work(10, 10**9, low=True) == 10
@@ -139,7 +139,7 @@ def test_a_weight_that_two_read_is_cast_once():
         return functional.linear(x, w), functional.linear(y, w)
 
     account = counted(Call(both, (8, 8)), torch.randn(2, 8), torch.randn(3, 8))
-    low = place(account.problem).low[: len(account.graph.ops)]
+    low = cheapest(account.problem).low[: len(account.graph.ops)]
     assert [crossing.num_elements for crossing in account.casts(low)] == [16, 64, 24]
 
 
@@ -151,7 +151,7 @@ def test_views_of_a_tensor_share_its_cast():
         return functional.linear(y.view(8, 8), w), y.t() @ w, y[:1].expand(8, 8) @ w
 
     account = counted(Call(function, (8, 8)), torch.randn(8, 8))
-    low = place(account.problem).low[: len(account.graph.ops)]
+    low = cheapest(account.problem).low[: len(account.graph.ops)]
     assert sorted(crossing.num_elements for crossing in account.casts(low)) == [8, 64, 64]
 
 
@@ -162,10 +162,10 @@ def test_comparisons_read_what_there_is():
             return (y > 0).sum(), torch.isnan(y), y.argmax(-1), y.bool()
 
     account = counted(Compared(8, 8), torch.randn(4, 8))
-    low = place(account.problem).low[: len(account.graph.ops)]
+    low = cheapest(account.problem).low[: len(account.graph.ops)]
     assert [crossing.num_elements for crossing in account.casts(low)] == [32, 64, 8]
     account = counted(Compared(8, 8), torch.randn(4, 8), policy="O1,bf16,fp32=argmax")
-    low = place(account.problem).low[: len(account.graph.ops)]
+    low = cheapest(account.problem).low[: len(account.graph.ops)]
     assert 32 in [crossing.num_elements for crossing in account.casts(low)][3:]
 
 
@@ -177,7 +177,7 @@ def test_integers_follow_what_there_is():
         return functional.linear(y, w), y.argmax(-1)
 
     account = counted(Call(function, (64, 64)), torch.randn(64, 64))
-    low = place(account.problem).low
+    low = cheapest(account.problem).low
     assert [low[op.index] for op in account.graph.ops if op.name == "argmax"] == [False]
 
 
@@ -193,8 +193,8 @@ def test_what_is_written_to_a_buffer_is_cast():
             return y
 
     account = counted(Counting(), torch.randn(4, 8))
-    low = place(account.problem).low[: len(account.graph.ops)]
-    assert [each.num_elements for each in account.casts(low)] == [32, 32, 64, 8]
+    low = cheapest(account.problem).low[: len(account.graph.ops)]
+    assert [crossing.num_elements for crossing in account.casts(low)] == [32, 32, 64, 8]
 
 
 def test_the_cut_is_the_cheapest_of_all_placements():
@@ -207,7 +207,7 @@ def test_the_cut_is_the_cheapest_of_all_placements():
         graph = capture(model, args, kwargs, Policy.parse(case.policy))
         for objective, fused in itertools.product((0.0, 0.5, 1.0), (False, True)):
             account = Costs(graph, EVEN, objective=objective, fused=fused)
-            found = place(account.problem).low[: len(graph.ops)]
+            low = cheapest(account.problem).low[: len(graph.ops)]
             free = [op.index for op in graph.ops if op.fixed is None]
             assert len(free) <= 10, name
             costs = []
@@ -216,7 +216,7 @@ def test_the_cut_is_the_cheapest_of_all_placements():
                 for index, is_low in zip(free, chosen, strict=True):
                     low[index] = is_low
                 costs.append(account.totals(low).cost)
-            assert account.totals(found).cost == pytest.approx(min(costs)), (name, objective, fused)
+            assert account.totals(low).cost == pytest.approx(min(costs)), (name, objective, fused)
             tried += len(costs)
     assert tried > 500
 
@@ -228,11 +228,11 @@ def test_no_rival_is_cheaper():
         graph = capture(model, args, kwargs, Policy.parse(case.policy))
         for objective, fused in itertools.product((0.0, 0.5, 1.0), (False, True)):
             account = Costs(graph, EVEN, objective=objective, fused=fused)
-            low = place(account.problem).low[: len(graph.ops)]
+            low = cheapest(account.problem).low[: len(graph.ops)]
             rivals = dict(planned(account, low, objective=objective, name=name).totals)
             own = rivals.pop("plan").cost
             assert math.isfinite(own)
-            assert all(own <= each.cost * (1 + 1e-12) for each in rivals.values()), (name, objective, fused)
+            assert all(own <= rival.cost * (1 + 1e-12) for rival in rivals.values()), (name, objective, fused)
             assert math.isfinite(rivals["torch.autocast"].cost)
 
 
@@ -256,12 +256,12 @@ def test_the_balance_is_what_data_sheets_say():
         (("sm_200",), 20, DEFAULT_SPEEDUP),
         (("xpu",), 20, DEFAULT_SPEEDUP),
     ):
-        found = balance(has)
-        assert found.fp32_flops_per_byte == pytest.approx(per_byte), has
-        assert found.low_speedup == pytest.approx(speedup), has
+        device = balance(has)
+        assert device.fp32_flops_per_byte == pytest.approx(per_byte), has
+        assert device.low_speedup == pytest.approx(speedup), has
         emulated = balance(has, emulated=True)
         assert emulated.low_speedup == DEFAULT_SPEEDUP
-        assert emulated.fp32_flops_per_byte == found.fp32_flops_per_byte
+        assert emulated.fp32_flops_per_byte == device.fp32_flops_per_byte
     for row in TABLE:
         assert row.low >= 2 * row.fp32 * 0.999
         assert row.source

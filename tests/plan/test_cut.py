@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from mezzo.errors import PolicyError, UnsupportedError
-from mezzo.plan.cut import Edge, Placement, Problem, cost, place
+from mezzo.plan.cut import Edge, Placement, Problem, cheapest, cost
 from mezzo.plan.heuristics import Listed, gray, painted, promoted
 
 from ..support.refusals import refused
@@ -28,7 +28,7 @@ def exhaustive(problem):
     for low in itertools.product((False, True), repeat=len(problem.high)):
         terms = [b if is_low else a for a, b, is_low in zip(problem.high, problem.low, low, strict=True)]
         for edge in problem.tensors:
-            wants = {low[each] for each in edge.consumers}
+            wants = {low[consumer] for consumer in edge.consumers}
             terms += [edge.down] if not low[edge.producer] and True in wants else []
             terms += [edge.up] if low[edge.producer] and False in wants else []
         if INF not in terms and (sum(map(Fraction, terms)), sum(low)) < best[:2]:
@@ -40,9 +40,9 @@ def check(problem, *, exactly):
     least, low = exhaustive(problem)
     if low is None:
         with pytest.raises(PolicyError, match=r"forbidden in both precisions|must be low"):
-            place(problem)
+            cheapest(problem)
         return False
-    placement = place(problem)
+    placement = cheapest(problem)
     assert placement.cost == cost(problem, placement.low)
     if exactly:
         assert placement == Placement(low, float(least)), problem
@@ -70,7 +70,7 @@ def test_the_cost_is_the_definition():
 def test_sums_are_exact():
     problem = Problem((1e16, 1, -1e16), (INF, INF, INF), ())
     assert cost(problem, (False, False, False)) == 1
-    assert place(problem) == Placement((False, False, False), 1)
+    assert cheapest(problem) == Placement((False, False, False), 1)
 
 
 def test_what_is_forbidden_costs_infinitely_much():
@@ -110,9 +110,9 @@ PLACED = [
 
 def test_small_problems():
     for name, high, low, tensors, expected in PLACED:
-        problem = Problem(high, low, tuple(Edge(*each) for each in tensors))
-        placement = place(problem)
-        assert placement.low == tuple(each == "1" for each in expected), name
+        problem = Problem(high, low, tuple(Edge(*tensor) for tensor in tensors))
+        placement = cheapest(problem)
+        assert placement.low == tuple(digit == "1" for digit in expected), name
         assert placement.cost == float(exhaustive(problem)[0]), name
 
 
@@ -128,8 +128,8 @@ def problems(draw, numbers, most=7):
     size = draw(st.integers(1, most))
     op, one = st.integers(0, size - 1), costs(numbers, None)
     edge = st.builds(Edge, op, st.lists(op, max_size=4).map(tuple), costs(numbers, 0), costs(numbers, 0))
-    each = st.lists(one, min_size=size, max_size=size)
-    return Problem(draw(each), draw(each), draw(st.lists(edge, max_size=9)))
+    of_ops = st.lists(one, min_size=size, max_size=size)
+    return Problem(draw(of_ops), draw(of_ops), draw(st.lists(edge, max_size=9)))
 
 
 @given(problems(st.integers(-3, 3)))
@@ -206,12 +206,12 @@ def test_the_order_of_ops_and_tensors_changes_nothing():
                 [problem.high[op] for op in order],
                 [problem.low[op] for op in order],
                 [
-                    Edge(new[e.producer], tuple(new[each] for each in reversed(e.consumers)), e.down, e.up)
+                    Edge(new[e.producer], tuple(new[consumer] for consumer in reversed(e.consumers)), e.down, e.up)
                     for e in reversed(problem.tensors)
                 ],
             )
-            low = place(problem).low
-            assert place(moved).low == tuple(low[op] for op in order), name
+            low = cheapest(problem).low
+            assert cheapest(moved).low == tuple(low[op] for op in order), name
 
 
 # Large ones --------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_chain_of_ten_thousand():
         }
         best = {is_low: (before[0] + own, before[1] + one) for is_low, (before, own, one) in best.items()}
     problem = Problem(high, low, [Edge(i, (i + 1,), down[i], up[i]) for i in range(size - 1)])
-    placement = place(problem)
+    placement = cheapest(problem)
     least, fewest = min(best.values())
     assert (placement.cost, sum(placement.low)) == (float(least), fewest)
 
@@ -242,7 +242,7 @@ def test_a_star_of_ten_thousand():
     consumers = tuple(range(1, size))
     for down, expected in ((gain - 1, sum(map(min, high, low)) + gain - 1), (gain, sum(high)), (gain + 1, sum(high))):
         problem = Problem(high, [INF, *low[1:]], (Edge(0, consumers, down, 0),))
-        placement = place(problem)
+        placement = cheapest(problem)
         assert placement.cost == expected
         assert any(placement.low) == (down < gain)
 
@@ -275,7 +275,7 @@ def layered(chance, size, number, cast):
             consumers[chance.randrange(max(0, op - 50), op)].append(op)
     high, low = ([number() for _ in range(size)] for _ in range(2))
     return Problem(
-        high, low, [Edge(op, tuple(each), cast * number(), cast * number()) for op, each in enumerate(consumers)]
+        high, low, [Edge(op, tuple(readers), cast * number(), cast * number()) for op, readers in enumerate(consumers)]
     )
 
 
@@ -283,13 +283,13 @@ def test_a_network_against_the_linear_relaxation():
     chance = random.Random(3)
     for number, cast in ((lambda: chance.randint(0, 3), 2), (chance.random, 0.5), (chance.random, 3.0)):
         problem = layered(chance, 800, number, cast)
-        assert place(problem).cost == pytest.approx(relaxed(problem), rel=1e-9)
+        assert cheapest(problem).cost == pytest.approx(relaxed(problem), rel=1e-9)
 
 
 def test_a_network_of_ten_thousand_is_no_worse_after_any_single_change():
     chance = random.Random(4)
     problem = layered(chance, 10_000, lambda: chance.randint(0, 10**13), 1)
-    placement = place(problem)
+    placement = cheapest(problem)
     assert 1000 < sum(placement.low) < 9000
     for op in chance.sample(range(10_000), 20):
         other = list(placement.low)
@@ -306,14 +306,14 @@ def test_no_heuristic_is_cheaper():
         size = chance.randint(2, 12)
         lists = chance.choices(["allow", "infer", "clear", "deny", None], weights=(3, 3, 3, 1, 1), k=size)
         graph = Listed(lists, [tuple(chance.choices(range(op), k=min(op, chance.randint(1, 3)))) for op in range(size)])
-        high = [INF if each == "allow" else chance.randint(0, 9) for each in lists]
-        low = [INF if each in ("deny", None) else chance.randint(0, 9) for each in lists]
+        high = [INF if colour == "allow" else chance.randint(0, 9) for colour in lists]
+        low = [INF if colour in ("deny", None) else chance.randint(0, 9) for colour in lists]
         casts = [
-            Edge(op, tuple(each), chance.randint(0, 9), chance.randint(0, 9))
-            for op, each in enumerate(graph.consumers())
+            Edge(op, tuple(readers), chance.randint(0, 9), chance.randint(0, 9))
+            for op, readers in enumerate(graph.consumers())
         ]
         problem = Problem(high, low, casts)
-        best = place(problem).cost
+        best = cheapest(problem).cost
         for rule in (promoted, gray, painted):
             other = cost(problem, rule(graph))
             assert best <= other, rule.__name__
@@ -336,7 +336,7 @@ CONFLICTS = [
 def test_conflicts_name_their_ops():
     for high, low, tensors, *words in CONFLICTS:
         with refused(PolicyError, *words):
-            place(Problem(high, low, [Edge(*each) for each in tensors]))
+            cheapest(Problem(high, low, [Edge(*tensor) for tensor in tensors]))
 
 
 REFUSED = [
@@ -377,4 +377,4 @@ def test_what_is_refused():
 def test_without_scipy_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
     with refused(UnsupportedError, "the cheapest placement needs scipy", "pip install", "scipy"):
-        place(Problem((1,), (0,), ()))
+        cheapest(Problem((1,), (0,), ()))

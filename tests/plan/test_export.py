@@ -27,10 +27,10 @@ NAMES = (
 
 
 def by_place(rows):
-    found = {}
+    runs = {}
     for module, op, dtypes in rows:
-        found.setdefault((module, op), set()).update(dtypes)
-    return found
+        runs.setdefault((module, op), set()).update(dtypes)
+    return runs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +46,7 @@ def test_the_policy_gives_the_placement(name, objective):
     for (module, op), dtypes in planned.items():
         if len(dtypes) > 1 or (module, op) not in measured or not measured[module, op]:
             continue
-        if any(f"{op} in {module or 'the model itself'}" in each for each in made.unsaid):
+        if any(f"{op} in {module or 'the model itself'}" in text for text in made.unsaid):
             continue
         assert measured[module, op] == dtypes, (module, op, str(made.policy()))
         compared += 1
@@ -98,13 +98,13 @@ def test_a_number_beside_a_tensor_does_not_widen_it_and_views_get_no_rule():
             return y.exp() + (y * self.scale).exp()
 
     made = plan(Shared(), torch.randn(64, 64), policy="O1,bf16")
-    dtypes = {each.op: each.dtype for each in made.ops}
+    dtypes = {op.op: op.dtype for op in made.ops}
     assert (dtypes["linear"], dtypes["mul"]) == ("bfloat16", "float32")
     assert "fp32=mul" in str(made.policy())
     copied = plan(Copied(64, 64), torch.randn(64, 64), policy="O1,bf16")
-    assert {each.op: each.dtype for each in copied.ops}["reshape"] == "float32"
+    assert {op.op: op.dtype for op in copied.ops}["reshape"] == "float32"
     assert "reshape" not in str(copied.policy())
-    assert any(each.startswith("reshape in") for each in copied.unsaid)
+    assert any(text.startswith("reshape in") for text in copied.unsaid)
 
 
 class Copied(nn.Linear):

@@ -77,7 +77,7 @@ def test_small_graphs():
         graph = Listed(lists, inputs)
         for rule, ops in zip(ALL, expected, strict=True):
             low = {op for op, is_low in enumerate(rule(graph)) if is_low}
-            assert low == {int(each) for each in ops}, f"{name}: {rule.__name__}"
+            assert low == {int(digit) for digit in ops}, f"{name}: {rule.__name__}"
 
 
 @st.composite
@@ -101,8 +101,10 @@ def test_all_follow_the_lists(graph):
 def test_painting_asks_for_no_order(graph, chance):
     order = list(range(len(graph.lists)))
     chance.shuffle(order)  # the op at each new place
-    place = {op: new for new, op in enumerate(order)}
-    moved = Listed([graph.lists[op] for op in order], [tuple(place[each] for each in graph.inputs[op]) for op in order])
+    position = {op: new for new, op in enumerate(order)}
+    moved = Listed(
+        [graph.lists[op] for op in order], [tuple(position[maker] for maker in graph.inputs[op]) for op in order]
+    )
     assert painted(moved) == tuple(painted(graph)[op] for op in order)
 
 

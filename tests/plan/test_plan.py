@@ -68,9 +68,9 @@ def test_nothing_runs_and_nothing_changes():
 def test_no_clock_decides_a_plan(made, monkeypatch):
     """Nor a file: the same plan where clocks lie, and no folder of a cache is made."""
     for seed in range(3):
-        rng, told = random.Random(seed), itertools.count()
+        rng, ticks = random.Random(seed), itertools.count()
         for name in ("perf_counter", "process_time", "monotonic", "thread_time"):
-            monkeypatch.setattr(time, name, lambda rng=rng, told=told: next(told) * rng.uniform(0.3, 3))
+            monkeypatch.setattr(time, name, lambda rng=rng, ticks=ticks: next(ticks) * rng.uniform(0.3, 3))
         with monkeypatch.context() as patch:
             patch.setattr(files, "keep", lambda *_: pytest.fail("a file is kept"))
             patch.setattr(files, "kept", lambda *_: pytest.fail("a file is read"))
@@ -98,25 +98,25 @@ def test_what_a_plan_says_of_each_op():
             y = torch.relu(self.a(x))
             return self.head(y.float()) + torch.fft.rfft(y.float()).real.sum() + y.double().sum()
 
-    said = plan(Mixed(), torch.randn(4, 8), policy="O1,bf16,fp32_module=head")
-    decided = {(op.op, op.module): (op.dtype, op.decided) for op in said.ops}
+    planned = plan(Mixed(), torch.randn(4, 8), policy="O1,bf16,fp32_module=head")
+    decided = {(op.op, op.module): (op.dtype, op.decided) for op in planned.ops}
     assert decided["linear", "a"] == ("bfloat16", "list")
     assert decided["linear", "head"] == ("float32", "rule")
     assert decided["relu", ""] == ("bfloat16", "cut")
     assert decided["float", ""] == ("float32", "program")
     assert decided["double", ""] == ("float64", "left alone")
-    assert all(op.reason for op in said.ops)
-    assert all("test_plan.py:" in op.line for op in said.ops)
-    assert [said.ops[place].op for place in said.ops[1].reads] == ["linear"]
-    assert (said.ops[-1].dtype, said.ops[-1].decided) == ("float32", "left alone")
-    assert "left alone" in said.text()
+    assert all(op.reason for op in planned.ops)
+    assert all("test_plan.py:" in op.line for op in planned.ops)
+    assert [planned.ops[index].op for index in planned.ops[1].reads] == ["linear"]
+    assert (planned.ops[-1].dtype, planned.ops[-1].decided) == ("float32", "left alone")
+    assert "left alone" in planned.text()
 
 
 def test_casts_are_named(made):
     casts = made["chain"].casts
     assert len(casts) == made["chain"].totals["plan"].casts
-    assert sum(each.num_bytes for each in casts) == made["chain"].totals["plan"].cast_bytes
-    by_name = {each.tensor: each for each in casts}
+    assert sum(cast.num_bytes for cast in casts) == made["chain"].totals["plan"].cast_bytes
+    by_name = {cast.tensor: cast for cast in casts}
     weight = by_name["convs.0.weight"]
     assert (weight.module, weight.is_source, weight.given, weight.wanted) == ("convs.0", True, "float32", "bfloat16")
     assert weight.readers == ("conv2d@convs.0",)
@@ -151,14 +151,14 @@ def test_nothing_is_rounded_to_be_added_up():
 
     for objective in ("time", "memory"):
         made = plan(Centred(64, 64), torch.randn(64, 64), policy="O1,bf16", objective=objective)
-        dtypes = {each.op: each.dtype for each in made.ops}
+        dtypes = {op.op: op.dtype for op in made.ops}
         assert (dtypes["linear"], dtypes["mean"], dtypes["dot"]) == ("bfloat16", "float32", "float32")
 
 
 def test_the_verdict_is_what_the_totals_say(made):
-    for said in made.values():
-        first, *_ = said.text(width=None).splitlines()
-        own, other = said.totals["plan"], said.totals["torch.autocast"]
+    for planned in made.values():
+        first, *_ = planned.text(width=None).splitlines()
+        own, other = planned.totals["plan"], planned.totals["torch.autocast"]
         fewer = other.casts - own.casts
         if own == other:
             assert "torch.autocast's placement is the cheapest" in first
@@ -182,37 +182,37 @@ def test_autocasts_casts_are_those_of_torch(name):
 
 
 def test_pictures(made):
-    said = made["own region"]
-    drawn = said.dot()
-    assert drawn.count(" [label=") == len(said.ops)
-    assert drawn.count("->") == sum(len(op.reads) for op in said.ops)
-    casts = sum(said.ops[maker].dtype != op.dtype for op in said.ops for maker in op.reads)
+    planned = made["own region"]
+    drawn = planned.dot()
+    assert drawn.count(" [label=") == len(planned.ops)
+    assert drawn.count("->") == sum(len(op.reads) for op in planned.ops)
+    casts = sum(planned.ops[maker].dtype != op.dtype for op in planned.ops for maker in op.reads)
     assert drawn.count("label=cast") == casts
-    full = said.text(full=True, width=None)
-    assert all(f"{op.op} {op.module}".strip() in full for op in said.ops)
+    full = planned.text(full=True, width=None)
+    assert all(f"{op.op} {op.module}".strip() in full for op in planned.ops)
     double = of("parts").text(full=True, width=None).split("FP32   BF16")[-1]
     assert "double │" in double  # which is not low
 
 
 def test_plans_come_back_from_json(made):
-    for said in made.values():
-        again = Plan.from_json(said.to_json())
-        assert again == said
-        assert again.text(full=True) == said.text(full=True)
-        assert again.policy() == said.policy()
-    infinite = [plan for plan in made.values() if any(math.isinf(each.cost) for each in plan.totals.values())]
-    assert all(json.loads(each.to_json()) for each in infinite)
+    for planned in made.values():
+        again = Plan.from_json(planned.to_json())
+        assert again == planned
+        assert again.text(full=True) == planned.text(full=True)
+        assert again.policy() == planned.policy()
+    infinite = [plan for plan in made.values() if any(math.isinf(total.cost) for total in plan.totals.values())]
+    assert all(json.loads(planned.to_json()) for planned in infinite)
 
 
 def without(name):
-    def cut(found):
-        del found[name]
+    def cut(data):
+        del data[name]
 
     return cut
 
 
 def set_to(name, value):
-    return lambda found: found.update({name: value})
+    return lambda data: data.update({name: value})
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ def set_to(name, value):
     ],
 )  # fmt: skip
 def test_what_is_no_plan(change, made):
-    found = json.loads(made["chain"].to_json())
-    change(found)
+    data = json.loads(made["chain"].to_json())
+    change(data)
     with refused(StateError, "this text is no plan", "plan.to_json()"):
-        Plan.from_json(json.dumps(found))
+        Plan.from_json(json.dumps(data))
 
 
 def test_texts_that_are_no_json():
@@ -237,27 +237,27 @@ def test_texts_that_are_no_json():
 
 
 def test_a_plan_of_another_torch_says_so(made, caplog):
-    found = json.loads(made["chain"].to_json()) | {"torch": "1.0"}
+    data = json.loads(made["chain"].to_json()) | {"torch": "1.0"}
     caplog.set_level(logging.WARNING)
-    Plan.from_json(json.dumps(found))
+    Plan.from_json(json.dumps(data))
     assert "made with torch 1.0" in caplog.text
 
 
 def test_differences():
     torch.manual_seed(0)
     x = torch.randn(2, 5, 16)
-    said = plan(Block(), x, policy="O1,bf16")
-    assert differences(said, Block(), x) == ()
-    assert differences(said, Block(), torch.randn(2, 6, 16)) == (
+    planned = plan(Block(), x, policy="O1,bf16")
+    assert differences(planned, Block(), x) == ()
+    assert differences(planned, Block(), torch.randn(2, 6, 16)) == (
         "inputs: planned for float32 (2, 5, 16), and there is float32 (2, 6, 16)",
     )
-    (only,) = differences(said, Block(), x.bfloat16())
+    (only,) = differences(planned, Block(), x.bfloat16())
     assert "bfloat16" in only
     other = Block()
     other.out = nn.Linear(64, 16, bias=False)
-    (only,) = differences(said, other, x)
+    (only,) = differences(planned, other, x)
     assert only.startswith("parameters")
-    assert [each.partition(":")[0] for each in differences(said, GPT(), torch.ones(2, 5, dtype=torch.int64))] == [
+    assert [line.partition(":")[0] for line in differences(planned, GPT(), torch.ones(2, 5, dtype=torch.int64))] == [
         "model", "parameters", "inputs",
     ]  # fmt: skip
 
@@ -283,7 +283,9 @@ def test_composites_without_products_need_no_emulation():
         def forward(self, x):
             return nn.functional.normalize(super().forward(x), dim=-1)
 
-    native, emulated = (plan(Near(8, 8), torch.ones(4, 8), policy=f"O1,bf16,emulate={each}") for each in (False, True))
+    native, emulated = (
+        plan(Near(8, 8), torch.ones(4, 8), policy=f"O1,bf16,emulate={emulate}") for emulate in (False, True)
+    )
     assert emulated.ops == native.ops
     assert [op.reason for op in native.ops if op.op == "normalize"] == ["torch's own autocast casts what it is made of"]
 
@@ -300,12 +302,14 @@ def test_what_is_made_like_a_tensor_has_its_dtype():
             shifted[1:] = y[:-1]
             return self.b(shifted) + x.new_ones(8)
 
-    said = plan(Filled(), torch.randn(4, 8), policy="O1,bf16")
-    assert [(op.op, op.dtype) for op in said.ops if op.op not in ("linear", "add")] == [
+    planned = plan(Filled(), torch.randn(4, 8), policy="O1,bf16")
+    assert [(op.op, op.dtype) for op in planned.ops if op.op not in ("linear", "add")] == [
         ("zeros_like", "bfloat16"), ("new_ones", "float32")
     ]  # fmt: skip
-    assert said.totals["plan"].casts == said.totals["torch.autocast"].casts == 6  # weights, biases, x, and for the sum
-    assert said.unsaid == ()
+    assert (
+        planned.totals["plan"].casts == planned.totals["torch.autocast"].casts == 6
+    )  # weights, biases, x, and for the sum
+    assert planned.unsaid == ()
 
 
 def test_whole_numbers_are_no_ops():
@@ -315,12 +319,12 @@ def test_whole_numbers_are_no_ops():
             self.table, self.a = nn.Embedding(4, 8), nn.Linear(8, 8)
 
         def forward(self, x):
-            place = (x.float().sum(-1) * 0).long()
-            return self.a(self.table(torch.where(place > 2, place.sub(1), place)))
+            bucket = (x.float().sum(-1) * 0).long()
+            return self.a(self.table(torch.where(bucket > 2, bucket.sub(1), bucket)))
 
-    said = plan(Buckets(), torch.randn(4, 8), policy="O1,bf16")
-    assert [op.op for op in said.ops] == ["float", "sum", "mul", "long", "embedding", "linear"]
-    assert said.ops[4].decided == "cut"  # though its indices come of FP32 that is asked for
+    planned = plan(Buckets(), torch.randn(4, 8), policy="O1,bf16")
+    assert [op.op for op in planned.ops] == ["float", "sum", "mul", "long", "embedding", "linear"]
+    assert planned.ops[4].decided == "cut"  # though its indices come of FP32 that is asked for
 
 
 def test_what_is_printed_is_short_for_many_modules():
@@ -352,9 +356,9 @@ def test_what_is_printed_is_short_for_many_modules():
 
 def test_inputs_by_name():
     given = {"x": torch.randn(4, 8), "scale": torch.rand(8)}
-    said = plan(Named(), given, policy="O1,bf16")
-    assert said.inputs == ("float32 (4, 8)", "float32 (8,)")
-    assert [op.op for op in said.ops] == ["linear", "mul"]
+    planned = plan(Named(), given, policy="O1,bf16")
+    assert planned.inputs == ("float32 (4, 8)", "float32 (8,)")
+    assert [op.op for op in planned.ops] == ["linear", "mul"]
 
 
 def test_a_module_of_another_kind_is_refused():
@@ -396,6 +400,6 @@ def test_numbers_are_drawn_as_without_a_policy():
             y = super().forward(x)
             return y + torch.randn_like(y)
 
-    said = plan(Noisy(8, 8), torch.randn(4, 8), policy="O1,bf16")
-    (drawn,) = [op for op in said.ops if op.op == "randn_like"]
+    planned = plan(Noisy(8, 8), torch.randn(4, 8), policy="O1,bf16")
+    (drawn,) = [op for op in planned.ops if op.op == "randn_like"]
     assert (drawn.dtype, drawn.decided) == ("float32", "left alone")

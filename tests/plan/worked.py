@@ -25,7 +25,7 @@ def worked(name, text, *, low, high, casts):
     lines = [line.split() for line in text.strip().splitlines()]
     ops = tuple(line[0] for line in lines)
     lists = tuple(None if line[1] == "-" else line[1] for line in lines)
-    inputs = tuple(tuple(ops.index(each) for each in line[2:]) for line in lines)
+    inputs = tuple(tuple(ops.index(name) for name in line[2:]) for line in lines)
     return Worked(name, Listed(lists, inputs), ops, tuple(low.split()), tuple(high.split()), casts)
 
 

@@ -252,6 +252,39 @@ def test_a_word_for_a_dtype_stands_wherever_one_does():
         assert Policy.parse(f"O3,{word},param_dtype={word}") == Policy.O3(dtype)
 
 
+WORDS_THAT_BEGIN = [
+    (("bf16", "BF16", "bfloat16", "torch.bfloat16", "bf16-mixed", "Bf16-Mixed"), Policy.O1(torch.bfloat16)),
+    (("fp16", "half", "float16", "FP16", "16", "16-mixed"), Policy.O1(torch.float16)),
+    (("bf16-true",), Policy.O3(torch.bfloat16)),
+    (("16-true",), Policy.O3(torch.float16)),
+    (("fp32", "float", "torch.float32", "32", "32-true", "o0", "O0"), Policy.O0()),
+    (("o1", "O1"), Policy.O1()),
+    (("o2", "O2"), Policy.O2()),
+    (("o3", "O3"), Policy.O3()),
+]
+
+
+@pytest.mark.parametrize("words, policy", WORDS_THAT_BEGIN)
+def test_words_that_people_type_for_a_policy(words, policy, tmp_path, monkeypatch):
+    """Also where a file of that name lies in the folder: a policy's text is one."""
+    monkeypatch.chdir(tmp_path)
+    for word in words:
+        Policy.O2("bf16").low("exp").save(word)
+        assert Policy.of(word) == Policy.parse(f" {word} ") == Policy.parse(str(policy)) == policy, word
+        if policy.casts:
+            assert Policy.parse(f"{word},fp32=softmax") == policy.fp32("softmax")
+        with pytest.raises(PolicyError, match="unknown policy key 'fp32_modul'"):
+            Policy.of(f"{word},fp32_modul=actor.policy")
+    assert Policy.of(policy.dtype).dtype == policy.dtype
+
+
+def test_a_dtype_is_o1_in_it():
+    assert Policy.of(torch.bfloat16) == Policy.O1("bfloat16")
+    assert Policy.of(torch.float16) == Policy.O1("float16")
+    assert Policy.of(torch.float32) == Policy.O0()
+    assert Policy.O1(level="o2") == Policy.O2()
+
+
 # Files --------------------------------------------------------------------------------------------------
 
 

@@ -23,4 +23,4 @@ def test_a_run_without_products_below_sixteen_bits_has_no_recorder(monkeypatch):
         with log.around([small, large]):
             large(torch.ones(1, 16))
         assert made == recorded, policy
-        assert log.found == []
+        assert log.losses == []

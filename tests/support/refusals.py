@@ -48,7 +48,7 @@ def of_session(amp):
     yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, engine_of(amp).writes.broken, repr(amp)
     if not amp.is_closed:
         yield [(value, value.grad) for value in amp.master_params()]
-        yield [(each.now.passes, each.now.scale, each.now.found) for each in engine_of(amp).windows]
+        yield [(each.now.passes, each.now.scale, each.now.found_inf) for each in engine_of(amp).windows]
 
 
 def of_path(path):

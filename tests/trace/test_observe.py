@@ -81,17 +81,17 @@ def portable(request):
 def test_each_form_counts_what_numpy_counts(dtype, form, request):
     count, values = form(request), values_of(dtype)
     for factor in (None, torch.tensor(0.37)):
-        found = row()
-        count(values, found, flag(0), factor)
-        assert not found.any()
-        count(values, found, flag(), factor)
-        assert counted(found) == by_numpy(values, factor), factor
-        first = found[WHEN].item()
-        count(values, found, flag(), factor, 7)  # is added
-        assert (found[:LARGEST] // 2).tolist() == by_numpy(values, factor)[:LARGEST]
-        assert counted(found)[LARGEST:NAME] == by_numpy(values, factor)[LARGEST:NAME]
-        assert found[WHEN] > first
-        assert found[NAME] == 7
+        histogram = row()
+        count(values, histogram, flag(0), factor)
+        assert not histogram.any()
+        count(values, histogram, flag(), factor)
+        assert counted(histogram) == by_numpy(values, factor), factor
+        first = histogram[WHEN].item()
+        count(values, histogram, flag(), factor, 7)  # is added
+        assert (histogram[:LARGEST] // 2).tolist() == by_numpy(values, factor)[:LARGEST]
+        assert counted(histogram)[LARGEST:NAME] == by_numpy(values, factor)[LARGEST:NAME]
+        assert histogram[WHEN] > first
+        assert histogram[NAME] == 7
 
 
 def test_the_largest_is_kept_and_values_lie_as_they_like():
@@ -103,27 +103,27 @@ def test_the_largest_is_kept_and_values_lie_as_they_like():
         image[:0],
         image[0, 0, 0, 0],
     ):
-        found = row()
-        observe(view, found, flag())
-        assert counted(found) == by_numpy(view)
-    found = row()
+        histogram = row()
+        observe(view, histogram, flag())
+        assert counted(histogram) == by_numpy(view)
+    histogram = row()
     for value in (3.0, 7.0, 5.0):
-        observe(torch.tensor(value), found, flag())
-    assert found[LARGEST] == torch.tensor(7.0).view(torch.int32)
+        observe(torch.tensor(value), histogram, flag())
+    assert histogram[LARGEST] == torch.tensor(7.0).view(torch.int32)
 
 
 def test_subnormals_count_where_a_process_takes_them_for_zero():
     values = torch.tensor([2.0**-149, 3 * 2.0**-140, 2.0**-127]).repeat(100)
-    expected, found = row(), row()
+    expected, histogram = row(), row()
     observe(values, expected, flag())
     if not torch.set_flush_denormal(True):
         pytest.skip("a processor that cannot flush subnormals")
     try:
-        observe(values, found, flag())
+        observe(values, histogram, flag())
     finally:
         torch.set_flush_denormal(False)
-    assert counted(found) == counted(expected)
-    assert not found[ZEROS]
+    assert counted(histogram) == counted(expected)
+    assert not histogram[ZEROS]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -132,6 +132,6 @@ def test_threads_count_what_one_does(dtype, number, monkeypatch):
     values = torch.randn(number, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(dtype)
     monkeypatch.setattr(observing, "threads", lambda elements: 3)
     for factor in (None, torch.tensor(0.37)):
-        found = row()
-        observe(values, found, flag(), factor)
-        assert counted(found) == by_numpy(values, factor), factor
+        histogram = row()
+        observe(values, histogram, flag(), factor)
+        assert counted(histogram) == by_numpy(values, factor), factor

@@ -41,8 +41,8 @@ def test_integers_that_a_cast_rounds():
             assert (lost is not None) == is_lost
             if is_lost:
                 assert (lost.largest, lost.num_changed, lost.num_all) == (largest, (low != wide).sum(), wide.size)
-            found = measured(lambda x=values, to=dtype: x.to(to), RoundedIntegers())
-            assert [each["integers"] for each in found if each["integers"]] == [lost] * int(is_lost)
+            results = measured(lambda x=values, to=dtype: x.to(to), RoundedIntegers())
+            assert [probes["integers"] for probes in results if probes["integers"]] == [lost] * int(is_lost)
     assert measured(lambda: torch.arange(300.0).double(), RoundedIntegers()) == []
 
 
@@ -57,32 +57,32 @@ def test_the_largest_of_what_is_read():
 def test_sums_of_what_an_addition_reads_before_it_writes():
     generator = np.random.default_rng(0)
     x, y = (torch.from_numpy(generator.standard_normal(100)).bfloat16() for _ in range(2))
-    wide = [each.double().numpy() for each in (x, y)]
+    wide = [terms.double().numpy() for terms in (x, y)]
     for run in (lambda: x + y, lambda: x.clone().add_(y)):
-        (found,) = measured(run, Total(of("add")))
-        assert found["total"].terms == pytest.approx([each.sum() for each in wide])
-        assert found["total"].magnitudes == pytest.approx([np.abs(each).sum() for each in wide])
-        assert found["total"].result == pytest.approx((x + y).double().numpy().sum())
-    (found,) = measured(lambda: x + 1.0, Total(of("add")))
-    assert len(found["total"].terms) == 1
+        (probes,) = measured(run, Total(of("add")))
+        assert probes["total"].terms == pytest.approx([terms.sum() for terms in wide])
+        assert probes["total"].magnitudes == pytest.approx([np.abs(terms).sum() for terms in wide])
+        assert probes["total"].result == pytest.approx((x + y).double().numpy().sum())
+    (probes,) = measured(lambda: x + 1.0, Total(of("add")))
+    assert len(probes["total"].terms) == 1
 
 
 def test_positions_that_fall_together():
-    (found,) = measured(lambda: torch.arange(512, dtype=torch.bfloat16), Distinct(of("arange")))
+    (probes,) = measured(lambda: torch.arange(512, dtype=torch.bfloat16), Distinct(of("arange")))
     exact = np.arange(512.0)
     ours = torch.arange(512).bfloat16().double().numpy()
-    assert found["distinct"] == (len(np.unique(ours)), 512, np.abs(exact - ours).max(), 1.0, 512)
-    (found,) = measured(lambda: torch.linspace(-1, 1, 640, dtype=torch.bfloat16), Distinct(of("linspace")))
-    assert (found["distinct"].exact, found["distinct"].num_all) == (640, 640)
-    assert found["distinct"].step == pytest.approx(2 / 639)
-    assert found["distinct"].result < 640
+    assert probes["distinct"] == (len(np.unique(ours)), 512, np.abs(exact - ours).max(), 1.0, 512)
+    (probes,) = measured(lambda: torch.linspace(-1, 1, 640, dtype=torch.bfloat16), Distinct(of("linspace")))
+    assert (probes["distinct"].exact, probes["distinct"].num_all) == (640, 640)
+    assert probes["distinct"].step == pytest.approx(2 / 639)
+    assert probes["distinct"].result < 640
     assert measured(lambda: torch.arange(2**16 + 1, dtype=torch.bfloat16), Distinct(of("arange"))) == []
 
 
 def test_a_ratio_against_operands_before_they_were_rounded():
     generator = np.random.default_rng(0)
     a, b = generator.standard_normal((6, 8)), generator.standard_normal((5, 8)) * np.array([[1], [1e-3], [1], [1], [1]])
-    low = [torch.from_numpy(each).float().bfloat16() for each in (a, b)]
+    low = [torch.from_numpy(values).float().bfloat16() for values in (a, b)]
 
     def expected(x, y, out):
         right = x @ y.T
@@ -93,12 +93,12 @@ def test_a_ratio_against_operands_before_they_were_rounded():
         ]
 
     out = (low[0] @ low[1].mT).double().numpy()
-    wide = [torch.from_numpy(each).float() for each in (a, b)]
+    wide = [torch.from_numpy(values).float() for values in (a, b)]
     (rounded,) = measured(lambda: low[0] @ low[1].mT, Ratio(of("mm")))
     (cast,) = measured(lambda: wide[0].bfloat16() @ wide[1].bfloat16().mT, Ratio(of("mm")))
-    for found, operands in ((rounded, low), (cast, wide)):
-        ratios = expected(*(each.double().numpy() for each in operands), out)
-        assert [found["ratio"].whole, *found["ratio"].entries] == pytest.approx(ratios, rel=1e-6)
+    for probes, operands in ((rounded, low), (cast, wide)):
+        ratios = expected(*(values.double().numpy() for values in operands), out)
+        assert [probes["ratio"].whole, *probes["ratio"].entries] == pytest.approx(ratios, rel=1e-6)
     (many,) = measured(lambda: low[0].float() @ torch.ones(8, 2**12 + 1), Ratio(of("mm")))
     assert (len(many["ratio"].entries), many["ratio"].whole > 100) == (0, True)
     (exact,) = measured(lambda: low[0] + low[0], Ratio(of("add")))
@@ -110,8 +110,8 @@ def test_a_ratio_against_operands_before_they_were_rounded():
         x.zero_()  # what the cast read is gone
         return y @ low[1].mT
 
-    (found,) = measured(written, Ratio(of("mm")))
-    assert found == rounded
+    (probes,) = measured(written, Ratio(of("mm")))
+    assert probes == rounded
     assert measured(lambda: low[0].clone().add_(1.0), Ratio(of("add"))) == []
 
 
@@ -129,12 +129,12 @@ def test_differences_and_what_they_were_before_rounding():
             y = make()
             return y[1:, 2:] - y[:-1, 2:]
 
-        (found,) = measured(run, Difference(of("sub"), lambda record: record.name in ("mul", "add")))
+        (probes,) = measured(run, Difference(of("sub"), lambda record: record.name in ("mul", "add")))
         y = make()
-        assert found["difference"].subtracted == pytest.approx(y[1:, 2:].double().abs().sum().item())
-        assert found["difference"].result == pytest.approx(run().double().abs().sum().item())
-        assert found["difference"].exact == pytest.approx(np.abs(np.diff(exact[:, 2:], axis=0)).sum())
-        assert (found["difference"].result == 0) == (name != "varied")
+        assert probes["difference"].subtracted == pytest.approx(y[1:, 2:].double().abs().sum().item())
+        assert probes["difference"].result == pytest.approx(run().double().abs().sum().item())
+        assert probes["difference"].exact == pytest.approx(np.abs(np.diff(exact[:, 2:], axis=0)).sum())
+        assert (probes["difference"].result == 0) == (name != "varied")
 
 
 class Counted:
@@ -157,5 +157,5 @@ class Counted:
 
 
 def test_numbers_come_back_to_their_kernels():
-    found = measured(lambda: (torch.ones(2).mul(2.0) + 1).exp(), Counted())
-    assert [each["counted"] for each in found] == [[n] * int(n) for n in (1.0, 2.0, 4.0)]
+    results = measured(lambda: (torch.ones(2).mul(2.0) + 1).exp(), Counted())
+    assert [probes["counted"] for probes in results] == [[n] * int(n) for n in (1.0, 2.0, 4.0)]

@@ -40,12 +40,14 @@ def test_each_kernel_belongs_to_the_module_that_runs_or_whose_backward_pass_runs
         with recorder.watching(backward=True):
             loss.backward()
     table = recorder.table()
-    names = [(each.kernel._schema.name.removeprefix("aten::"), each.module, each.phase) for each in table.kernels]
-    forward = [each[:2] for each in names if each[2] == "forward"]
-    assert [each for each in forward if each[0] in ("mm", "addmm", "tanh", "exp", "sum")] == [
+    names = [
+        (record.kernel._schema.name.removeprefix("aten::"), record.module, record.phase) for record in table.kernels
+    ]
+    forward = [entry[:2] for entry in names if entry[2] == "forward"]
+    assert [entry for entry in forward if entry[0] in ("mm", "addmm", "tanh", "exp", "sum")] == [
         ("mm", "first"), ("tanh", "body.0"), ("addmm", "body.1"), ("exp", ""), ("sum", LOSS),
     ]  # fmt: skip
-    products = [each for each in names if each[2] != "forward" and each[0] in ("mm", "tanh_backward")]
+    products = [entry for entry in names if entry[2] != "forward" and entry[0] in ("mm", "tanh_backward")]
     # What a checkpoint recomputes is no gradient.
     assert products == [
         ("mm", "body.1", "backward"), ("mm", "body.1", "backward"), ("tanh_backward", "body.0", "backward"),
@@ -70,8 +72,8 @@ def test_names_are_those_of_what_is_viewed_or_cast():
     assert names.of(weight * 2) is None
     assert names.was_finite(mean)
     product = used[1] @ (other := torch.ones(4, 4).bfloat16().requires_grad_())
-    found = [names.of_edge(edge, edges((other,), {})) for edge in product.grad_fn.next_functions]
-    assert found == ["0.weight", "input 0"]
+    edge_names = [names.of_edge(edge, edges((other,), {})) for edge in product.grad_fn.next_functions]
+    assert edge_names == ["0.weight", "input 0"]
 
 
 def test_the_rotation_of_an_operand_is_no_product_of_the_model():
@@ -140,15 +142,15 @@ def test_a_pass_in_the_sandbox_leaves_everything_as_it_was():
 def test_a_range():
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         values = torch.tensor([[0.0, -3.0, 0.25], [torch.inf, torch.nan, -torch.inf]], dtype=dtype)
-        found, limit = range_of(values, "x"), torch.finfo(dtype).max
-        assert (found.name, found.dtype, found.shape) == ("x", str(dtype).removeprefix("torch."), (2, 3))
-        assert (found.smallest, found.largest) == (0.25, 3.0)
-        assert (found.num_zeros, found.num_inf, found.num_nan) == (1, 2, 1)
-        assert (found.share, found.headroom) == (3.0 / limit, math.log2(limit / 3.0))
+        measured, limit = range_of(values, "x"), torch.finfo(dtype).max
+        assert (measured.name, measured.dtype, measured.shape) == ("x", str(dtype).removeprefix("torch."), (2, 3))
+        assert (measured.smallest, measured.largest) == (0.25, 3.0)
+        assert (measured.num_zeros, measured.num_inf, measured.num_nan) == (1, 2, 1)
+        assert (measured.share, measured.headroom) == (3.0 / limit, math.log2(limit / 3.0))
     for values in ([], [0.0, 0.0], [torch.nan]):
-        found = range_of(torch.tensor(values), "x")
-        assert (found.smallest, found.largest, found.share, found.headroom) == (None, 0.0, 0.0, None)
-        assert (found.num_zeros, found.num_nan) == (values.count(0.0), len(values) - values.count(0.0))
+        measured = range_of(torch.tensor(values), "x")
+        assert (measured.smallest, measured.largest, measured.share, measured.headroom) == (None, 0.0, 0.0, None)
+        assert (measured.num_zeros, measured.num_nan) == (values.count(0.0), len(values) - values.count(0.0))
     complex_ = torch.tensor([3 + 4j, complex(torch.inf, 0.0)])
     assert (range_of(complex_, "z").largest, range_of(complex_, "z").num_inf) == (4.0, 1)  # of the real parts
     eight_bits = torch.tensor([448.0, 0.5]).to(torch.float8_e4m3fn)
@@ -162,7 +164,7 @@ def test_finiteness():
     finite = [torch.ones(2), torch.empty(0), torch.tensor([2**40]), torch.full((2,), torch.nan, device="meta")]
     wrong = [torch.tensor([1.0, torch.nan]), torch.tensor([1.0, -torch.inf]), torch.tensor(complex(0.0, torch.inf))]
     wrong += [wrong[0].to(torch.float8_e5m2), wrong[1].to_sparse(), wrong[1][None].to_sparse_csr()]
-    assert [is_finite(each) for each in (*finite, *wrong)] == [True] * len(finite) + [False] * len(wrong)
+    assert [is_finite(tensor) for tensor in (*finite, *wrong)] == [True] * len(finite) + [False] * len(wrong)
     assert has_literal((torch.ones(2), -torch.inf), {})
     assert has_literal((torch.ones(2),), {"value": torch.nan})
     assert not has_literal((torch.ones(2), 1e300, 3, None), {"alpha": 1})
@@ -182,7 +184,7 @@ def test_what_a_kernel_reads():
         (aten.mul_.Tensor, (x, y), {}, ["self", "other"]),
     ):
         read = operands(kernel, args, kwargs)
-        assert [each.name for each in read] == names
+        assert [operand.name for operand in read] == names
     aten.mul_.Tensor(x, y)
     assert read[0].tensor.tolist() == [1.0, 1.0]
     assert read[0].argument is x
@@ -218,9 +220,9 @@ def test_the_format_that_holds_a_result():
         (3.0, torch.float16, 9.0, torch.float32),
     ):  # fmt: skip
         x = torch.tensor([number], dtype=dtype)
-        found, wider = needed(dtype, aten.mul.Tensor, (x, x), {}, operands(aten.mul.Tensor, (x, x), {}), 0)
+        largest, wider = needed(dtype, aten.mul.Tensor, (x, x), {}, operands(aten.mul.Tensor, (x, x), {}), 0)
         assert wider == holds
-        assert found == (magnitude and pytest.approx(magnitude, rel=0.01))
+        assert largest == (magnitude and pytest.approx(magnitude, rel=0.01))
     zero = (torch.zeros(1),)
     read = operands(aten.log.default, zero, {})
     assert needed(torch.float32, aten.log.default, zero, {}, read, 0) == (math.inf, None)
@@ -236,7 +238,7 @@ def half_only(x: torch.Tensor, refusal: str) -> torch.Tensor:
 def test_a_user_s_kernel_refuses_a_wider_format_in_its_own_way():
     x, kernel = torch.tensor([300.0], dtype=torch.float16), torch.ops.mezzo_tests.half_only.default
     for refusal in ("assert", "table", "torch"):
-        assert [each.tolist() for each in widened(torch.float16, kernel, (x, refusal), {})] == [[math.inf]]
+        assert [result.tolist() for result in widened(torch.float16, kernel, (x, refusal), {})] == [[math.inf]]
         assert widened(torch.float32, kernel, (x, refusal), {}) is None
         read = operands(kernel, (x, refusal), {})
         assert needed(x.dtype, kernel, (x, refusal), {}, read, 0) == (None, None)

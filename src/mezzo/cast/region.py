@@ -11,18 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from mezzo.cast.casts import WeightCasts
-from mezzo.cast.device import FAMILIES, default_device_types
+from mezzo.cast.device import FAMILIES, KNOWN_DEVICE_TYPES, default_device_types
 from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import (
@@ -38,10 +37,11 @@ from mezzo.cast.mode import (
 )
 from mezzo.compiling import begin_plainly, compiled_inside_alone, constant_in_graphs, end_plainly, is_exporting
 from mezzo.dispatch import function_modes, num_function_modes
-from mezzo.errors import MezzoError, PolicyError, UnsupportedError
-from mezzo.policy import Policy
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError, some_of
+from mezzo.policy import Policy, PolicyLike
 from mezzo.policy.ops import OPS
 from mezzo.policy.rules import both
+from mezzo.tensors import LOW, dtype_name
 
 # The precision in which CUDA's GEMMs accumulate: flags of torch's, set for a region and put back after it.
 
@@ -189,8 +189,8 @@ class Region:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class NotCallableError(PolicyError, TypeError):
-    """What is decorated is no function."""
+class RegionArgumentError(PolicyError, TypeError):
+    """A region was given an argument that it does not take, or decorates an object that is no function."""
 
 
 class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
@@ -199,12 +199,13 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     A context manager and a decorator; re-entrant. A region inside another replaces it until it ends.
 
     Args:
-        policy: A policy, its text, or the path of a policy file.
-        device_type: The device to cover; when omitted the current accelerator, and where there is none the CPU. What
-            the region does to a model's own devices is known to :func:`mezzo.prepare` and :class:`MixedPrecision`.
+        policy: A policy, its text, a dtype (O1 in it), or the path of a policy file.
+        device_type: The device to cover; when omitted the current accelerator, and where there is none the CPU. The
+            regions of :func:`mezzo.prepare` and :class:`MixedPrecision` cover the devices of their models.
+        **torch_arguments: None. Those of ``torch.autocast`` are refused, with the call to write instead.
 
     Raises:
-        PolicyError: The policy's text or file is wrong.
+        PolicyError: The policy's text or file is wrong. As a TypeError, too: the arguments are ``torch.autocast``'s.
         UnsupportedError: The device cannot honour the policy; the error says what to write instead. On entering a
             region for CUDA inside a compiled function: torch's flag lets GEMMs of the policy's dtype accumulate
             in reduced precision (it does so until told otherwise), and the policy's lists are not torch's own.
@@ -221,7 +222,9 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     """
 
     @compiled_inside_alone
-    def __init__(self, policy: Policy | str | os.PathLike[str], device_type: str | None = None) -> None:
+    def __init__(self, policy: PolicyLike = "", device_type: str | None = None, **torch_arguments: NoReturn) -> None:
+        if torch_arguments or (isinstance(policy, str) and policy.partition(":")[0] in KNOWN_DEVICE_TYPES):
+            raise _torchs_signature(policy, device_type, torch_arguments)
         if isinstance(policy, Policy) and torch.compiler.is_compiling():
             # Which Dynamo reads field by field, and so guards: an equal policy compiles nothing. Numbers, which only
             # the loss scale has, would be symbols in a second graph, and no text.
@@ -296,7 +299,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             PolicyError: It cannot be called, and is a TypeError, as torch's is.
         """
         if not callable(function):
-            raise NotCallableError(
+            raise RegionArgumentError(
                 f"a {type(function).__name__} is no function, and a region decorates one",
                 where="autocast(…)(…)",
                 why="it cannot be called, so that nothing of it would ever run in the region",
@@ -320,6 +323,27 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
         return autocast.of(self.region)
+
+
+def _torchs_signature(policy: Any, device_type: Any, others: dict[str, Any]) -> RegionArgumentError:
+    """Return the error of arguments that are ``torch.autocast``'s, or no region's at all."""
+    device = next((value for value in (policy, device_type) if isinstance(value, str) and value), "cuda")
+    dtype = others.get("dtype", device_type)
+    dtype = dtype if dtype in LOW else torch.bfloat16
+    if foreign := [name for name in others if name not in ("dtype", "enabled", "cache_enabled")]:
+        return RegionArgumentError(
+            f"a region takes no {some_of(foreign)}",
+            where="mezzo.autocast(…)",
+            why="its arguments are a policy and a device type",
+            write=f'mezzo.autocast("{dtype_name(dtype)}")',
+        )
+    return RegionArgumentError(
+        "these are the arguments of torch.autocast",
+        where="mezzo.autocast(…)",
+        why="mezzo.autocast takes a policy first, and then a device type",
+        write=f'mezzo.autocast("{dtype_name(dtype)}", "{device}");\n'
+        f'or mezzo.compat.torch.autocast("{device}", dtype={dtype})',
+    )
 
 
 def _say_what_torch_decided(error: RuntimeError, region: Region) -> None:
@@ -532,7 +556,7 @@ _RESOLVED: Final[dict[str, Region]] = {}
 
 
 @constant_in_graphs  # a region entered inside a compiled function is resolved while that is traced
-def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
+def _resolve(policy: PolicyLike, device_type: str | None) -> str:
     value = Policy.of(policy)
     kinds = (device_type,) if device_type else default_device_types()
     found = tuple(find_differences(value, kind) for kind in kinds)

@@ -39,7 +39,7 @@ def _unfold_help(commands: list[CommandInfo]) -> None:
     """Make each paragraph of the help one line, to be folded where the terminal ends and not where the source does."""
     for command in commands:
         paragraphs = (getdoc(command.callback) or "").split("\n\n")
-        command.help = "\n\n".join(each.replace("\n", " ") for each in paragraphs)
+        command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
 
 for _each in (app, *(group.typer_instance for group in app.registered_groups if group.typer_instance)):
@@ -56,4 +56,4 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=arguments, prog_name="mezzo")
     except MezzoError as error:
         print(f"mezzo: {error}", file=sys.stderr)
-        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
+        sys.exit(next(code for error_class, code in EXIT_CODES if isinstance(error, error_class)))

@@ -61,7 +61,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
-    """Hold what all verbs share: the version."""
+    """Accept what all verbs share: the version."""
 
 
 # Where results go: to a terminal as wide as it is, in lines wide enough for other programs, and into which files.
@@ -92,10 +92,10 @@ def note(text: str) -> None:
 
 
 def usual_format(option: str) -> str:
-    """Return the low format to train in on this machine, and say so; of several ranks the first one does.
+    """Return the low format to train in on this machine, and print which; of several ranks the first one prints.
 
     Args:
-        option: How to have the other one, with ``{}`` for its name.
+        option: The option that chooses the other format, with ``{}`` for its name.
     """
     fast = fast_format(default_device_types())
     other = "fp16" if fast == torch.bfloat16 else "bf16"
@@ -105,9 +105,9 @@ def usual_format(option: str) -> str:
     return dtype_name(fast)
 
 
-def usual_policy(given: Policy | str | None) -> Policy:
+def usual_policy(text: Policy | str | None) -> Policy:
     """Return the policy that ``--policy`` names, and without it O1 in the format for this machine."""
-    return Policy.O1(usual_format("--policy O1,{} for the other")) if given is None else Policy.of(given)
+    return Policy.O1(usual_format("--policy O1,{} for the other")) if text is None else Policy.of(text)
 
 
 def show_explanation(parts: list[RenderableType], full: bool) -> None:
@@ -133,11 +133,11 @@ def exit_code(error: BaseException | None) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
-def leave(*, interrupted: bool, alarms: bool) -> None:
-    """Leave a run with the exit code that says how it went, where it did not go well.
+def exit_unless_well(*, interrupted: bool, alarms: bool) -> None:
+    """Exit with 130 after Ctrl-C, else with 4 where the run's numbers went wrong.
 
     Args:
-        interrupted: Whether it ended with Ctrl-C, whatever it came to until then.
+        interrupted: Whether the run ended with Ctrl-C.
         alarms: Whether its numbers went wrong.
 
     Raises:
@@ -155,8 +155,8 @@ _WRONG_USAGE: Final = 2
 
 
 @contextmanager
-def scripts_own(program: Program) -> Iterator[None]:
-    """Print what a script prints to stderr, and leave with its own traceback and exit code where it fails.
+def script_output_on_stderr(program: Program) -> Iterator[None]:
+    """Print what a script prints to stderr, and exit with its own traceback and exit code where it fails.
 
     Args:
         program: The script.
@@ -166,20 +166,20 @@ def scripts_own(program: Program) -> Iterator[None]:
         typer.Exit: With the script's exit code.
     """
     try:
-        with redirect_stdout(sys.stderr), ended_lines():
+        with redirect_stdout(sys.stderr), closing_open_line():
             yield
     except MezzoError:
         raise
     except BaseException as error:
-        raise typer.Exit(ended_with(program, error.with_traceback(own_traceback(error)))) from None
+        raise typer.Exit(script_exit_code(program, error.with_traceback(own_traceback(error)))) from None
 
 
 @contextmanager
-def ended_lines() -> Iterator[None]:
-    """Run a script, and end the line that it has left open: what follows would stand behind its progress bar."""
+def closing_open_line() -> Iterator[None]:
+    """End the line that the block has left open, such as a progress bar's: a report would begin behind it."""
     last = {"": ""}
     with ExitStack() as undo:
-        for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
+        for stream in {id(output): output for output in (sys.stdout, sys.stderr)}.values():
             with suppress(AttributeError):  # a stream of the caller's that takes no attributes
                 _remember(stream, last, undo)
         yield
@@ -199,7 +199,7 @@ def _remember(stream: Any, last: dict[str, str], undo: ExitStack) -> None:
     undo.callback(vars(stream).pop, "write", None)
 
 
-def ended_with(program: Program, error: BaseException | None) -> int:
+def script_exit_code(program: Program, error: BaseException | None) -> int:
     """Return the exit code of a script, and show what Python would show, with a hint where options stand behind it.
 
     Args:

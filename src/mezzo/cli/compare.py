@@ -25,7 +25,7 @@ from mezzo.cli.app import (
     Words,
     app,
     console_for,
-    leave,
+    exit_unless_well,
     note,
     program_of,
     show_json,
@@ -118,7 +118,7 @@ def compare(
             program, parse_policies(texts)[1:], steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json
         )
     name = words[0] if is_module else Path(words[0]).resolve().stem
-    place = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -134,13 +134,13 @@ def compare(
 
     options: Any = {"seeds": seeds, "steps": steps, "metric": metric, "better": better, "margin": margin}
     with progress:
-        comparison = script.compare(program, texts, out=place, overwrite=overwrite, ended=ended, **options)
-    found, verdict = report.rows(comparison), report.verdict(comparison)
+        comparison = script.compare(program, texts, out=folder, overwrite=overwrite, ended=ended, **options)
+    rows, verdict = report.rows(comparison), report.verdict(comparison)
     operands = (row.to_dict() for row in report.operand_rows(comparison))
-    summary = summary_of(comparison, (row.to_dict() for row in found), operands, verdict)
-    report.draw_curves(comparison, place / "curves.png")
-    report.write_page(comparison, place / "report.html")
-    save_json(summary, place / SUMMARY)
+    summary = summary_of(comparison, (row.to_dict() for row in rows), operands, verdict)
+    report.draw_curves(comparison, folder / "curves.png")
+    report.write_page(comparison, folder / "report.html")
+    save_json(summary, folder / SUMMARY)
     if as_json:
         show_json(summary)
     else:
@@ -154,9 +154,9 @@ def compare(
         last = last_printed(comparison.runs[0])
         why = f"its last line, {last!r}, has no metric in words, number and unit" if last else "it prints nothing"
         note(f'{why}, so runs are judged by the training loss; --metric "test accuracy" names another')
-    note(f"results: {place}" + ("; the same command with --out goes on there" if comparison.interrupted else ""))
-    alarms = any(row.verdict in ("worse", "diverged", "failed") or row.low_share == 0 for row in found[1:])
-    leave(interrupted=comparison.interrupted, alarms=alarms)
+    note(f"results: {folder}" + ("; the same command with --out goes on there" if comparison.interrupted else ""))
+    alarms = any(row.verdict in ("worse", "diverged", "failed") or row.low_share == 0 for row in rows[1:])
+    exit_unless_well(interrupted=comparison.interrupted, alarms=alarms)
 
 
 def _texts(policies: str | None, ablate: bool) -> list[str]:
@@ -164,9 +164,9 @@ def _texts(policies: str | None, ablate: bool) -> list[str]:
         usual_format('--policies "O1,{}" for the other alone')
         texts = list(default_policies())
     else:
-        texts = [text for each in separated(policies, ";") if (text := each.strip())]
-    known = set[str]()
+        texts = [text for entry in separated(policies, ";") if (text := entry.strip())]
+    listed = set[str]()
     for text in texts:
         with contextlib.suppress(PolicyError):  # which is refused later, with all others
-            known.add(str(Policy.of(text)))
-    return texts + [text for text in ablations() if ablate and str(Policy.of(text)) not in known]
+            listed.add(str(Policy.of(text)))
+    return texts + [text for text in ablations() if ablate and str(Policy.of(text)) not in listed]

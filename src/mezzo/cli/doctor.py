@@ -50,7 +50,7 @@ def doctor(
     refresh: Annotated[bool, typer.Option("--refresh", help="Probe products again, whatever is known.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Train and time nothing: products only.")] = False,
 ) -> None:
-    """Say of each device and format whether it trains as FP32 does, whether it pays, and what mezzo will do.
+    """Show for each device and format whether it trains as FP32 does, whether it pays, and what mezzo will do.
 
     [bold]mezzo doctor[/bold]            half a minute a device: a verdict, then a table
 
@@ -69,85 +69,97 @@ def doctor(
     own, which may die. The exit code is 4 where a format trains wrongly, 3 where a training died or was refused.
     """
     with Console(stderr=True).status("measuring products in each format; the first time takes seconds"):
-        reports = [device.probe(kind, refresh=refresh) for kind in device.devices()]
+        reports = [device.probe(device_type, refresh=refresh) for device_type in device.devices()]
     with Console(stderr=True).status("training in each format; some twenty seconds each"):
         rows: list[Row] = [
-            (report, dtype, None if quick else checked(each, dtype_name(dtype)))
+            (report, dtype, None if quick else checked(name, dtype_name(dtype)))
             for report in reports
-            for each in _devices(report.device_type)
+            for name in _devices(report.device_type)
             for dtype in report.formats
         ]
     if as_json:
-        show_json(_told(reports, rows))
+        show_json(_document(reports, rows))
     else:
         _show(reports, rows, full)
-    found = {checkup.status for _, _, checkup in rows if checkup is not None}
-    if found & {"wrong", "failed"}:
-        raise typer.Exit(ALERT if "wrong" in found else UNSUPPORTED)
+    statuses = {checkup.status for _, _, checkup in rows if checkup is not None}
+    if statuses & {"wrong", "failed"}:
+        raise typer.Exit(ALERT if "wrong" in statuses else UNSUPPORTED)
 
 
-def _devices(kind: str) -> list[str]:
-    return [kind] if kind == "cpu" else [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+def _devices(device_type: str) -> list[str]:
+    return (
+        [device_type]
+        if device_type == "cpu"
+        else [f"{device_type}:{index}" for index in range(torch.accelerator.device_count())]
+    )
 
 
-def _told(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
+def _document(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
     """Return the facts, and under ``devices`` each report, whose formats say what mezzo will do and their trainings."""
     devices = []
     for report in reports:
-        told = report.to_dict()
-        for entry, dtype in zip(told["formats"], report.formats, strict=True):
-            mine = [each for of, format_, each in rows if of is report and format_ is dtype and each is not None]
+        document = report.to_dict()
+        for entry, dtype in zip(document["formats"], report.formats, strict=True):
+            mine = [
+                of_device
+                for owner, format_, of_device in rows
+                if owner is report and format_ is dtype and of_device is not None
+            ]
             for of_family, action in zip(entry["families"], intended(report, dtype).values(), strict=True):
                 of_family["intention"] = action
-            entry["checkups"] = [each.to_dict() for each in mine]
-        told["below_sixteen_bits"] = [
+            entry["checkups"] = [run.to_dict() for run in mine]
+        document["below_sixteen_bits"] = [
             {
                 "products": name,
                 "dtype": dtype_name(dtype),
-                "native": not found.lacks,
-                "output": dtype_name(found.output),
-                "detail": found.lacks,
+                "native": not recipe.lacks,
+                "output": dtype_name(recipe.output),
+                "detail": recipe.lacks,
             }
             for dtype in report.formats
-            for name, found in recipe_support(report.device_type, dtype).items()
+            for name, recipe in recipe_support(report.device_type, dtype).items()
         ]
-        devices.append(told)
+        devices.append(document)
     return {"verdict": [_verdict(row) for row in rows], **environment(), "devices": devices}
 
 
 def _verdict(row: Row) -> str:
     report, dtype, checkup = row
-    said = _measured(report.formats[dtype]) if checkup is None else checkup.verdict
+    result = _measured(report.formats[dtype]) if checkup is None else checkup.verdict
     where = report.device_type if checkup is None else checkup.device
-    return f"{where}: {dtype_name(dtype)} {said}; mezzo will {_intention(intended(report, dtype))}"
+    return f"{where}: {dtype_name(dtype)} {result}; mezzo will {_intention(intended(report, dtype))}"
 
 
 def _measured(support: FormatSupport) -> str:
-    """Say how fast each family is, or why that is not known."""
+    """Return how fast each family is, or why that is not known."""
     if (
-        len({(each.speed_ratio, each.detail) for each in support.families.values()}) == 1
+        len({(family.speed_ratio, family.detail) for family in support.families.values()}) == 1
         and support.worst.speed_ratio is None
     ):
         return support.worst.detail
-    timed = [f"{family} {each.speed_ratio:.2g}×" for family, each in support.families.items() if each.speed_ratio]
-    others = [f"{name} {each.status}: {each.detail}" for name, each in support.families.items() if not each.speed_ratio]
-    return "; ".join([", ".join(timed) + " as fast as in FP32"] * bool(timed) + others)
+    timed = [f"{family} {speed.speed_ratio:.2g}×" for family, speed in support.families.items() if speed.speed_ratio]
+    untimed = [
+        f"{name} {family.status}: {family.detail}"
+        for name, family in support.families.items()
+        if not family.speed_ratio
+    ]
+    return "; ".join([", ".join(timed) + " as fast as in FP32"] * bool(timed) + untimed)
 
 
 def _intention(actions: Mapping[Family, Action]) -> str:
-    """Say what is done about all families, or about most and the others."""
+    """Return what mezzo does about the families, those that it emulates named."""
     emulated = [family for family, action in actions.items() if action == "emulate"]
-    others = [WHAT_MEZZO_DOES[action] for action in actions.values() if action != "emulate"]
-    if not emulated or not others:
-        return others[0] if others else WHAT_MEZZO_DOES["emulate"]
-    return f"{others[0]}, but emulate {' and '.join(emulated)} in FP32"
+    remaining = [WHAT_MEZZO_DOES[action] for action in actions.values() if action != "emulate"]
+    if not emulated or not remaining:
+        return remaining[0] if remaining else WHAT_MEZZO_DOES["emulate"]
+    return f"{remaining[0]}, but emulate {' and '.join(emulated)} in FP32"
 
 
 def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
     console = console_for(120)
     for row in rows:
         console.print(Text(printable(_verdict(row)), style="bold"))
-    faults = [f"{each.device} {fault}" for _, _, each in rows if each is not None for fault in each.faults]
+    faults = [f"{run.device} {fault}" for _, _, run in rows if run is not None for fault in run.faults]
     for number, fault in enumerate(faults, start=1):
         console.print(f"\n{number}. {printable(fault)}", markup=False, highlight=False)
     here, limit = describe(torch.device("cpu")), device.isa_setting()
@@ -167,11 +179,11 @@ def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
     console.print(_below_sixteen(reports))
     if full:
         console.print()
-        console.print(_trainings([each for _, _, each in rows if each is not None]))
+        console.print(_trainings([run for _, _, run in rows if run is not None]))
 
 
 def _of_release() -> Iterator[str]:
-    """Yield what is to be known of a torch that is newer than those that mezzo was tested with."""
+    """Yield a warning and the missing private names, if torch is newer than every tested release."""
     if is_newer_than_tested():
         gone = lacking()
         has = "it lacks what these need" if gone else "it has every private name that mezzo takes"
@@ -180,11 +192,16 @@ def _of_release() -> Iterator[str]:
 
 
 def _below_sixteen(reports: list[DeviceReport]) -> Table:
-    """Say which products of weights below sixteen bits each device has."""
+    """Return a table of the products of weights below sixteen bits that each device has."""
     cells = (
-        (report.device_type, name, WHAT_MEZZO_DOES["emulate" if found.lacks else "native"], found.lacks or "tried here")
+        (
+            report.device_type,
+            name,
+            WHAT_MEZZO_DOES["emulate" if recipe.lacks else "native"],
+            recipe.lacks or "tried here",
+        )
         for report in reports
-        for name, found in recipe_support(report.device_type, torch.bfloat16).items()
+        for name, recipe in recipe_support(report.device_type, torch.bfloat16).items()
     )
     caption = Text("of weights, where a rule of the policy asks for them", style="dim")
     heads = ("device", "products in", "mezzo will", "because")
@@ -196,16 +213,16 @@ def _table(rows: list[Row]) -> Table:
     numbers = ("speed", *(f"steps, {width}" for width in (WIDTHS if timed else ())))
     heads = ("device", "format", "family", "is", *numbers, *(["training"] if timed else []), "mezzo will", "because")
     caption = Text("speed, steps: times as fast as in FP32; the slowest product of a family counts", style="dim")
-    cells = (each for row in rows for each in _cells(row, WIDTHS if timed else ()))
+    cells = (cells for row in rows for cells in _cells(row, WIDTHS if timed else ()))
     return table(heads, cells, right=numbers, caption=caption, caption_justify="left")
 
 
 def _cells(row: Row, widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
-    """Yield a line for each family; what is of the whole format stands in the first."""
+    """Yield a row for each family; cells of the whole format stand in the first row alone."""
     report, dtype, checkup = row
     speeds = [None if checkup is None else checkup.speeds.get(width) for width in widths]
     of_format = [
-        *("–" if each is None else f"{each.median:.2g}× ({each.p10:.2g}–{each.p90:.2g})" for each in speeds),
+        *("–" if speed is None else f"{speed.median:.2g}× ({speed.p10:.2g}–{speed.p90:.2g})" for speed in speeds),
         *([] if checkup is None else [checkup.status]),
     ]
     names = (report.device_type if checkup is None else checkup.device, dtype_name(dtype))
@@ -216,14 +233,14 @@ def _cells(row: Row, widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
             family,
             support.status,
             "–" if support.speed_ratio is None else f"{support.speed_ratio:.2g}×",
-            *(each if number == 0 else "" for each in of_format),
+            *(cell if number == 0 else "" for cell in of_format),
             WHAT_MEZZO_DOES[actions[family]],
             _because(support),
         )
 
 
 def _because(support: FamilySupport) -> str:
-    """Say what decided: that it is not right, else what the device says of itself, or the speed that overrules it."""
+    """Return what decided: wrong products, else what the device reports of itself, or the speed that overrules it."""
     if support.status != "right":
         return support.detail
     why = support.why if support.fast else f"slow; {support.why}"
@@ -235,15 +252,15 @@ def _trainings(checkups: list[Checkup]) -> Table:
     rows = (
         (
             checkup.device,
-            each.policy,
-            "emulated" if each.is_emulated else "native",
-            f"{each.loss:.4f}",
-            f"{each.fp32_loss:.4f}",
-            f"{100 * each.low_share:.3g} %",
-            f"{100 * each.weights_error:.2g} %",
-            f"{100 * each.tolerance:.2g} %",
+            training.policy,
+            "emulated" if training.is_emulated else "native",
+            f"{training.loss:.4f}",
+            f"{training.fp32_loss:.4f}",
+            f"{100 * training.low_share:.3g} %",
+            f"{100 * training.weights_error:.2g} %",
+            f"{100 * training.tolerance:.2g} %",
         )
         for checkup in checkups
-        for each in checkup.trainings
+        for training in checkup.trainings
     )
     return table(("device", "policy", "arithmetic", *numbers), rows, right=numbers)

@@ -23,11 +23,11 @@ from mezzo.cli.app import (
     Steps,
     Words,
     app,
-    ended_lines,
-    ended_with,
+    closing_open_line,
     free_folder,
     note,
     program_of,
+    script_exit_code,
     show_explanation,
     show_json,
     usual_policy,
@@ -63,7 +63,7 @@ def explain(
     full: Full = False,
     _dry: NoDry = False,
 ) -> None:
-    """Say what a script would run in low precision, what not and why, what casts cost, and what to write.
+    """Show what a script would run in low precision, what not and why, what casts cost, and what to write.
 
     [bold]mezzo explain train.py --epochs 3[/bold]          --epochs is the script's
 
@@ -99,7 +99,7 @@ def explain_script(
     full: bool = False,
     as_json: bool = False,
 ) -> NoReturn:
-    """Run a script in FP32 until a step is done, explain each model that it has called under each policy, and leave.
+    """Run a script in FP32 until a step is done, explain each model that it has called under each policy, and exit.
 
     Args:
         program: The script, which runs once.
@@ -116,38 +116,45 @@ def explain_script(
     """
     require_one_process("explain")
     folder = None if out is None else free_folder(out, overwrite)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), ended_lines():
-        found = rehearse(program, policies, explained, steps=steps or 1)
-    ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.found for product in each.products)
-    code = ended_with(program, found.error) or (0 if ran_low else ALERT)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), closing_open_line():
+        rehearsed = rehearse(program, policies, explained, steps=steps or 1)
+    ran_low = any(
+        product.dtype in map(dtype_name, LOW) for explanation in rehearsed.results for product in explanation.products
+    )
+    code = script_exit_code(program, rehearsed.error) or (0 if ran_low else ALERT)
     if folder is not None:
-        _write(folder, program, found, code)
+        _write(folder, program, rehearsed, code)
     if as_json:
-        models = [each.to_dict() for each in found.found]
-        show_json({"program": program.name, "models": models, "left_alone": found.left_alone})
+        models = [explanation.to_dict() for explanation in rehearsed.results]
+        show_json({"program": program.name, "models": models, "left_alone": rehearsed.left_alone})
     else:
-        for each in found.found:
-            show_explanation(list(renderables(each, full=full)), full)
-    for what, why in found.left_alone.items():
+        for explanation in rehearsed.results:
+            show_explanation(list(renderables(explanation, full=full)), full)
+    for what, why in rehearsed.left_alone.items():
         note(f"{what} cannot be explained: {why}")
-    if not found.found and found.error is None:
+    if not rehearsed.results and rehearsed.error is None:
         note(f"{program.name} called no model to train before its step {steps or 1} was done")
     raise typer.Exit(code)
 
 
-def _write(folder: Path, program: Program, found: Rehearsed[Explanation], code: int) -> None:
+def _write(folder: Path, program: Program, rehearsed: Rehearsed[Explanation], code: int) -> None:
     """Write each explanation, then the summary; files of earlier results are gone."""
     for old in folder.glob("explanation*.json"):
         old.unlink()
     names = [
-        f"explanation-{number}.json" if len(found.found) > 1 else "explanation.json"
-        for number in range(1, len(found.found) + 1)
+        f"explanation-{number}.json" if len(rehearsed.results) > 1 else "explanation.json"
+        for number in range(1, len(rehearsed.results) + 1)
     ]
-    for name, each in zip(names, found.found, strict=True):
-        save_json(each.to_dict(), folder / name)
+    for name, explanation in zip(names, rehearsed.results, strict=True):
+        save_json(explanation.to_dict(), folder / name)
     models = [
-        {"file": name, "model": each.model, "policy": each.policy, "headline": each.answer.headline}
-        for name, each in zip(names, found.found, strict=True)
+        {
+            "file": name,
+            "model": explanation.model,
+            "policy": explanation.policy,
+            "headline": explanation.answer.headline,
+        }
+        for name, explanation in zip(names, rehearsed.results, strict=True)
     ]
-    summary = {"program": program.name, "models": models, "left_alone": found.left_alone, "exit_code": code}
+    summary = {"program": program.name, "models": models, "left_alone": rehearsed.left_alone, "exit_code": code}
     save_json(summary, folder / SUMMARY)

@@ -20,11 +20,11 @@ from mezzo.cli.app import (
     Words,
     app,
     console_for,
+    exit_unless_well,
     free_folder,
-    leave,
     note,
     program_of,
-    scripts_own,
+    script_output_on_stderr,
     show_json,
 )  # fmt: skip
 from mezzo.cli.explain import explain_script
@@ -76,30 +76,30 @@ def inspect(
         free_folder(out, overwrite)
         (out / SUMMARY).unlink(missing_ok=True)
     try:
-        with scripts_own(program):
-            found = inspected(program, chosen, steps=steps, every=every, out=out, compiled=compiled)
+        with script_output_on_stderr(program):
+            inspection = inspected(program, chosen, steps=steps, every=every, out=out, compiled=compiled)
     except typer.Exit:
         if out is not None:
             note(f"{program.name} failed; what was recorded until then is in {out}")
         raise
     if as_json:
-        show_json(found.to_dict())
+        show_json(inspection.to_dict())
     else:
-        _show(found, full)
+        _show(inspection, full)
     if out is not None:
-        draw(found.evidence, out / "histograms.png")
-        write_statistics(found.evidence, out / STATISTICS)
-        draw_statistics(out / "statistics.png", found.evidence.statistics())
-        (found.diagnosis.policy or chosen).save(out / "found.policy")
-        save_json(found.to_dict(), out / SUMMARY)
+        draw(inspection.evidence, out / "histograms.png")
+        write_statistics(inspection.evidence, out / STATISTICS)
+        draw_statistics(out / "statistics.png", inspection.evidence.statistics())
+        (inspection.diagnosis.policy or chosen).save(out / "found.policy")
+        save_json(inspection.to_dict(), out / SUMMARY)
         note(f"results: {out}")
-    leave(interrupted=found.is_interrupted, alarms=found.is_wrong)
+    exit_unless_well(interrupted=inspection.is_interrupted, alarms=inspection.is_wrong)
 
 
-def _show(found: Inspection, full: bool) -> None:
+def _show(inspection: Inspection, full: bool) -> None:
     """Print the verdict, what is wrong, and what each format would lose."""
-    console, diagnosis = console_for(120), found.diagnosis
-    lines = [each.line for each in diagnosis.formats] or [
+    console, diagnosis = console_for(120), inspection.diagnosis
+    lines = [verdict.line for verdict in diagnosis.formats] or [
         "Nothing is known of formats: " + ("the run itself goes wrong." if diagnosis.alerts else "see below.")
     ]
     lines += diagnosis.lines
@@ -107,21 +107,24 @@ def _show(found: Inspection, full: bool) -> None:
         lines += ["", f'amp = mezzo.MixedPrecision(model, optimizer, policy="{diagnosis.policy}")']
     for number, alert in enumerate(diagnosis.alerts, start=1):
         lines += ["", f"{number}. {message(alert.what, where=alert.where, why=alert.why, write=alert.write)}"]
-    recorded = len(found.evidence.steps)
-    lines += ["", f"{recorded} of {len(found.records)} steps under {found.policy} were recorded; unscaled values:"]
+    recorded = len(inspection.evidence.steps)
+    lines += [
+        "",
+        f"{recorded} of {len(inspection.records)} steps under {inspection.policy} were recorded; unscaled values:",
+    ]
     for line in lines:
         console.print(printable(line, keep="\n"), highlight=False, markup=False, soft_wrap=not console.is_terminal)
     table = Table(box=None, pad_edge=False)
     for name in ("tensors", "format", "flushed", "subnormal", "overflow", "swallowed"):
         table.add_column(name, justify="left" if name in ("tensors", "format") else "right", overflow="fold")
     before = ""
-    for each in found.lost(by_tensor=full):
-        name = " ".join(filter(None, (each.kind.replace("_", " "), each.tensor)))
-        table.add_row("" if name == before else name, format_text([each.format]), *_shares(each))
+    for lost in inspection.lost(by_tensor=full):
+        name = " ".join(filter(None, (lost.kind.replace("_", " "), lost.tensor)))
+        table.add_row("" if name == before else name, format_text([lost.format]), *_shares(lost))
         before = name
     console.print(table)
 
 
 def _shares(lost: Lost) -> list[str]:
     numbers = (lost.flushed, lost.subnormal, lost.overflow, lost.swallowed)
-    return ["–" if each is None else share_text(each, 1) for each in numbers]
+    return ["–" if share is None else share_text(share, 1) for share in numbers]

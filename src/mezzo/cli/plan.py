@@ -25,11 +25,11 @@ from mezzo.cli.app import (
     Steps,
     Words,
     app,
-    ended_lines,
-    ended_with,
+    closing_open_line,
     free_folder,
     note,
     program_of,
+    script_exit_code,
     show_explanation,
     show_json,
     usual_policy,
@@ -89,20 +89,20 @@ def plan(
     def ask(call: Called, policy: Policy) -> Plan:
         return plan_of(call.model, call.inputs, policy=policy, objective=wanted, fused=fused)
 
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), ended_lines():
-        found = rehearse(program, chosen, ask, steps=steps or 1)
-    code = ended_with(program, found.error) or (0 if found.found else ALERT)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), closing_open_line():
+        rehearsed = rehearse(program, chosen, ask, steps=steps or 1)
+    code = script_exit_code(program, rehearsed.error) or (0 if rehearsed.results else ALERT)
     if folder is not None:
-        _write(folder, program, found, code)
+        _write(folder, program, rehearsed, code)
     if as_json:
-        models = [each.to_dict() for each in found.found]
-        show_json({"program": program.name, "models": models, "left_alone": found.left_alone})
+        models = [planned.to_dict() for planned in rehearsed.results]
+        show_json({"program": program.name, "models": models, "left_alone": rehearsed.left_alone})
     else:
-        for each in found.found:
-            show_explanation(each.parts(full=full), full)
-    for what, why in found.left_alone.items():
+        for planned in rehearsed.results:
+            show_explanation(planned.parts(full=full), full)
+    for what, why in rehearsed.left_alone.items():
         note(f"{what} cannot be planned: {why}")
-    if not found.found and not found.left_alone and found.error is None:
+    if not rehearsed.results and not rehearsed.left_alone and rehearsed.error is None:
         note(f"{program.name} called no model to train before its step {steps or 1} was done")
     raise typer.Exit(code)
 
@@ -118,21 +118,21 @@ def _objective(text: str) -> float:
         ) from error
 
 
-def _write(folder: Path, program: Program, found: Rehearsed[Plan], code: int) -> None:
+def _write(folder: Path, program: Program, rehearsed: Rehearsed[Plan], code: int) -> None:
     """Write each plan, its graph and a picture of that, then the summary; files of earlier results are gone."""
     for old in folder.glob("plan*"):
         old.unlink()
     models = []
-    for number, each in enumerate(found.found, 1):
-        name = f"plan-{number}" if len(found.found) > 1 else "plan"
-        save_json(each.to_dict(), folder / f"{name}.json")
+    for number, planned in enumerate(rehearsed.results, 1):
+        name = f"plan-{number}" if len(rehearsed.results) > 1 else "plan"
+        save_json(planned.to_dict(), folder / f"{name}.json")
         with whole(folder / f"{name}.dot") as file:
-            file.write(each.dot().encode())
+            file.write(planned.dot().encode())
         if (draw := shutil.which("dot")) is not None:
             subprocess.run([draw, "-Tsvg", "-o", folder / f"{name}.svg", folder / f"{name}.dot"], check=False)
         else:
             with whole(folder / f"{name}.txt") as file:
-                file.write(picture(each).encode())
-        models.append({"file": f"{name}.json", "model": each.model, "headline": headline(each)})
-    summary = {"program": program.name, "models": models, "left_alone": found.left_alone, "exit_code": code}
+                file.write(picture(planned).encode())
+        models.append({"file": f"{name}.json", "model": planned.model, "headline": headline(planned)})
+    summary = {"program": program.name, "models": models, "left_alone": rehearsed.left_alone, "exit_code": code}
     save_json(summary, folder / SUMMARY)

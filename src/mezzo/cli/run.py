@@ -24,11 +24,11 @@ from mezzo.cli.app import (
     Steps,
     Words,
     app,
-    ended_lines,
-    ended_with,
+    closing_open_line,
     free_folder,
     note,
     program_of,
+    script_exit_code,
     show_json,
     usual_policy,
 )  # fmt: skip
@@ -94,7 +94,7 @@ def run(
             lines.write(record.line)
 
         around.enter_context(contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext())
-        around.enter_context(ended_lines())
+        around.enter_context(closing_open_line())
         operands = OperandLog(chosen)
         ended = script.run(
             program,
@@ -102,17 +102,17 @@ def run(
             max_grad_norm=max_grad_norm,
             hold_schedulers=hold_schedulers,
             steps=steps,
-            told=None if lines is None else write,
+            on_step=None if lines is None else write,
             around=None if lines is None else operands.around,
         )
-    code = ended_with(program, ended.error)
+    code = script_exit_code(program, ended.error)
     if is_first:
-        found = ended.report.to_dict() | {"operands": operands.found, "exit_code": code}  # whatever alarms
+        document = ended.report.to_dict() | {"operands": operands.losses, "exit_code": code}  # whatever alarms
         if as_json:
-            show_json(found)
+            show_json(document)
         else:
             for line in ended.report.lines:
                 note(printable(line))
         if out is not None:
-            save_json(found, out / SUMMARY)
+            save_json(document, out / SUMMARY)
     raise typer.Exit(code or (ALERT if ended.report.alarm else 0))

@@ -52,21 +52,22 @@ def formats(
         [_named(name)] if name is not None else [*FORMATS.values(), *BLOCK_FORMATS.values()]
     )
     if as_json:
-        told = [_described(each, name is not None or full) for each in chosen]
-        show_json(told if name is None else told[0])
+        documents = [_described(number_format, name is not None or full) for number_format in chosen]
+        show_json(documents if name is None else documents[0])
         return
     console = console_for(120)
     if name is None:
         console.print(_overview(console.width))
-    blocks = [each for each in chosen if isinstance(each, BlockFormat)]
+    blocks = [number_format for number_format in chosen if isinstance(number_format, BlockFormat)]
     if blocks:
         console.print(_blocks(blocks))
-    for each in chosen if name is not None or full else ():
-        if isinstance(each, Format):
-            sign = "1 sign bit" if each.signed else "no sign bit"
-            widths = f"{each.exponent_bits} exponent bits (bias {each.bias}), {each.mantissa_bits} mantissa bits"
-            console.print(f"{each.name}: {sign}, {widths}", style="bold", highlight=False)
-            console.print(_landmarks(each))
+    for number_format in chosen if name is not None or full else ():
+        if isinstance(number_format, Format):
+            sign = "1 sign bit" if number_format.signed else "no sign bit"
+            exponent = f"{number_format.exponent_bits} exponent bits (bias {number_format.bias})"
+            widths = f"{exponent}, {number_format.mantissa_bits} mantissa bits"
+            console.print(f"{number_format.name}: {sign}, {widths}", style="bold", highlight=False)
+            console.print(_landmarks(number_format))
 
 
 def _named(name: str) -> Format | BlockFormat:
@@ -104,7 +105,8 @@ def landmarks(number_format: Format) -> list[tuple[int, str]]:
     ]
     # In a format of few patterns one of them is several things.
     return [
-        (bits, ", ".join(what for own, what in marks if own == bits)) for bits in sorted({bits for bits, _ in marks})
+        (bits, ", ".join(what for pattern, what in marks if pattern == bits))
+        for bits in sorted({bits for bits, _ in marks})
     ]
 
 
@@ -124,16 +126,16 @@ def _overview(width: int) -> Table:
     numbers = ("s/e/m", "bias", "max", "smallest normal", "smallest subnormal", "eps")
     rows = (
         (
-            each.name,
-            f"{int(each.signed)}/{each.exponent_bits}/{each.mantissa_bits}",
-            str(each.bias),
-            f"{each.max:.8g}",
-            _power(each.smallest_normal),
-            _power(each.smallest_subnormal) if each.mantissa_bits else "none",
-            _power(each.eps),
-            "inf" if each.has_inf else "NaN" if each.has_nan else "max",
+            number_format.name,
+            f"{int(number_format.signed)}/{number_format.exponent_bits}/{number_format.mantissa_bits}",
+            str(number_format.bias),
+            f"{number_format.max:.8g}",
+            _power(number_format.smallest_normal),
+            _power(number_format.smallest_subnormal) if number_format.mantissa_bits else "none",
+            _power(number_format.eps),
+            "inf" if number_format.has_inf else "NaN" if number_format.has_nan else "max",
         )
-        for each in FORMATS.values()
+        for number_format in FORMATS.values()
     )
     stiff = ("format", "max") if width >= 80 else ()
     padding = (0, 0 if width < 140 else 1)
@@ -143,13 +145,13 @@ def _overview(width: int) -> Table:
 def _blocks(chosen: Sequence[BlockFormat]) -> Table:
     rows = (
         (
-            each.name,
-            each.element.name,
-            "the tensor" if each.block is None else "a row" if each.block == -1 else _block(each.block),
-            f"{each.scale.name}{', floored' * each.floored}{', and one for the tensor' * each.tensor_scale}",
-            f"{each.bits_per_element:g}",
+            block.name,
+            block.element.name,
+            "the tensor" if block.block is None else "a row" if block.block == -1 else _block(block.block),
+            f"{block.scale.name}{', floored' * block.floored}{', and one for the tensor' * block.tensor_scale}",
+            f"{block.bits_per_element:g}",
         )
-        for each in chosen
+        for block in chosen
     )
     return table(("block format", "elements", "share a scale", "scale", "bits"), rows, right=("bits",))
 
@@ -160,7 +162,7 @@ def _block(block: int | tuple[int, int]) -> str:
 
 def _landmarks(number_format: Format) -> Table:
     cells = [_cells(number_format, *mark) for mark in landmarks(number_format)]
-    rows = ((each["bits"], each["hex"], f"{float(each['value']):.8g}", each["what"]) for each in cells)
+    rows = ((cell["bits"], cell["hex"], f"{float(cell['value']):.8g}", cell["what"]) for cell in cells)
     return table(("bits", "hex", "value", "what"), rows, right=("value",), stiff=("bits", "hex"))
 
 
@@ -214,17 +216,17 @@ def ops(
     value = Policy.of(policy)
     names = _chosen(pattern)
     if pattern is None and not full and not as_json:
-        names = [each for each in _USUAL if each in OPS]
+        names = [name for name in _USUAL if name in OPS]
     if as_json:
         show_json([op_row(name, value, device) for name in names])
         return
     decided = f"{value} on {device}" if device else str(value)
-    told = [op_row(name, value, device) for name in names]
+    rows = [op_row(name, value, device) for name in names]
     console = console_for(200 if full else 120)
     console.print(decided, style="bold", markup=False, highlight=False)
     heads = ("op", "treatment", "torch CUDA", "torch CPU", "reason", *(["whose lists name it"] if full else []))
     read = itemgetter("op", "treatment", "torch_cuda", "torch_cpu", "reason", *(["lists"] if full else []))
-    console.print(table(heads, map(read, told), stiff=("op", "torch CUDA", "torch CPU")))
+    console.print(table(heads, map(read, rows), stiff=("op", "torch CUDA", "torch CPU")))
     if len(names) < len(OPS) and pattern is None:
         typer.echo(f"\n{len(names)} of {len(OPS)} ops; --full shows all")
 

@@ -25,7 +25,7 @@ from mezzo.cli.app import (
     free_folder,
     note,
     program_of,
-    scripts_own,
+    script_output_on_stderr,
     show_json,
     usual_policy,
 )  # fmt: skip
@@ -67,7 +67,7 @@ def tune(
     if dry:
         explain_script(program, chosen, out=out, overwrite=overwrite, full=full, as_json=as_json)
     folder = None if out is None else free_folder(out, overwrite)
-    with scripts_own(program):
+    with script_output_on_stderr(program):
         tuned = tuned_script(program, chosen, steps=steps or 3, after=after)
     rules = {str(rule): rule.reason for rule in tuned.policy.rules}
     document: dict[str, Any] = {"verdict": tuned.verdict, "policy": str(tuned.policy), "rules": rules}

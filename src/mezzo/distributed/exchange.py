@@ -35,11 +35,11 @@ class Shards:
     """Over which ranks parameters are sharded; both in an order that is the same on all ranks.
 
     Attributes:
-        places: By ``id`` of a sharded parameter its place among all of them.
+        indices: By ``id`` of a sharded parameter its place among all of them.
         groups: By group of ranks that holds shards the places of the parameters that it holds.
     """
 
-    places: dict[int, int] = field(default_factory=dict)
+    indices: dict[int, int] = field(default_factory=dict)
     groups: dict[Any, list[int]] = field(default_factory=dict)
 
 
@@ -111,15 +111,15 @@ class Ranks:
             PolicyError: See :meth:`require_within`.
             UnsupportedError: A parameter is a sum over ranks that was never taken.
         """
-        found = Shards()
+        shards = Shards()
         for param in filter(is_distributed, params):
-            if id(param) not in found.places and (groups := _groups_of(param, name_of)):
-                place = found.places[id(param)] = len(found.places)
+            if id(param) not in shards.indices and (groups := _groups_of(param, name_of)):
+                index = shards.indices[id(param)] = len(shards.indices)
                 for group in groups:
-                    found.groups.setdefault(group, []).append(place)
-        for group in found.groups:
+                    shards.groups.setdefault(group, []).append(index)
+        for group in shards.groups:
             self.require_within(group, "parameters are sharded over")
-        return found
+        return shards
 
     def require_within(self, group: dist.ProcessGroup, what: str) -> None:
         """Refuse to share gradients with ranks that do not step with this one: their loss scale may be another.
@@ -163,23 +163,25 @@ class Ranks:
         shards = self.shards
         if not shards.groups:
             return norms
-        found, own = list(norms.unbind()), norms.double().square().unbind()
+        whole_norms, squares_here = list(norms.unbind()), norms.double().square().unbind()
         at = {
-            place: number for number, key in enumerate(map(id, params)) if (place := shards.places.get(key)) is not None
+            index: number
+            for number, key in enumerate(map(id, params))
+            if (index := shards.indices.get(key)) is not None
         }
         # All sharded parameters, whatever has a gradient here: ranks that differ in that exchange as many numbers.
         zero = norms.new_zeros((), dtype=torch.float64)
-        squares = [own[at[place]] if place in at else zero for place in range(len(shards.places))]
-        for group, held in shards.groups.items():
-            part = torch.stack([squares[place] for place in held])
+        squares = [squares_here[at[index]] if index in at else zero for index in range(len(shards.indices))]
+        for group, indices in shards.groups.items():
+            part = torch.stack([squares[index] for index in indices])
             self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")
-            for place, whole in zip(held, part.unbind(), strict=True):
-                squares[place] = whole
+            for index, whole in zip(indices, part.unbind(), strict=True):
+                squares[index] = whole
         sums = torch.stack(squares)
         wholes = sums.masked_fill(sums > _LARGEST, torch.inf).sqrt().float().unbind()
-        for place, number in at.items():
-            found[number] = wholes[place]
-        return torch.stack(found) if found else norms
+        for index, number in at.items():
+            whole_norms[number] = wholes[index]
+        return torch.stack(whole_norms) if whole_norms else norms
 
     def agree(
         self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
@@ -207,20 +209,20 @@ class Ranks:
         numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf), torch.ones_like(found_inf)]).float()
         if self.is_behind:
             numbers[2:].copy_(torch.tensor([self._number, 0.0]))
-        numbers = torch.cat([numbers, *(each.flatten().to(numbers.device) for each in largest)])
+        numbers = torch.cat([numbers, *(extra.flatten().to(numbers.device) for extra in largest)])
         self._reduce(numbers, dist.ReduceOp.MAX, self.group, f"step {step}")
-        (found_inf, failed, absent, keeps_up), others = numbers[:4].unbind(), numbers[4:]
+        (found_inf, failed, absent, keeps_up), rest = numbers[:4].unbind(), numbers[4:]
         absent = absent * keeps_up
         self.is_behind = self.is_behind and bool(absent)
-        for each in largest:
-            each.copy_(others[: each.numel()].view_as(each))
-            others = others[each.numel() :]
+        for extra in largest:
+            extra.copy_(rest[: extra.numel()].view_as(extra))
+            rest = rest[extra.numel() :]
         if numbers.device.type == "cpu" and (error := self.ended_by(float(absent), step)) is not None:
             raise error
         return found_inf + absent > 0, failed + absent > 0, absent
 
     def absent(self, error: BaseException, device: torch.device, *, step: int, largest: Sequence[Tensor] = ()) -> None:
-        """Tell the other ranks that this one cannot take the step, in the exchanges that they wait in.
+        """Send the other ranks that this rank cannot take the step, in the exchanges that they wait in.
 
         Args:
             error: What is about to be raised here. What the exchange itself has raised is known to all ranks.
@@ -234,11 +236,11 @@ class Ranks:
             if not self._has_summed:
                 self.norms([], torch.zeros(0, device=device))
             self._has_summed = False
-            numbers = [0.0, 0.0, self._number, 1.0, *[0.0] * sum(each.numel() for each in largest)]
+            numbers = [0.0, 0.0, self._number, 1.0, *[0.0] * sum(extra.numel() for extra in largest)]
             self._reduce(torch.tensor(numbers, device=device), dist.ReduceOp.MAX, self.group, f"step {step}")
 
     def fall_behind(self, error: BaseException) -> None:
-        """Note that this rank has agreed to a step, and has written nothing.
+        """Record that this rank has agreed to a step, and has written nothing.
 
         Exchanges end the steps of all from now on, unless no rank has written: all have run out of memory alike.
 
@@ -278,7 +280,7 @@ class Ranks:
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Say which exchange failed, in place of torch's words for a rank that is gone: source files of gloo."""
+        """Name the exchange that failed, in place of torch's error about source files of gloo."""
         begun = time.monotonic()
         try:
             yield
@@ -293,7 +295,7 @@ class Ranks:
 
 
 class OneRank(Ranks):
-    """One rank alone: what it has found holds."""
+    """One rank alone, which has nothing to exchange."""
 
     def __init__(self) -> None:
         self.size, self.rank, self.is_behind, self.shards = 1, 0, False, Shards()
@@ -320,19 +322,19 @@ class OneRank(Ranks):
     def agree(
         self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return both as they are, and that nobody is absent."""
+        """Return both flags as they are, and a zero: no rank is absent."""
         if self._none is None or self._none.device != found_inf.device:
             self._none = torch.zeros((), device=found_inf.device)
         return found_inf, failed, self._none
 
     def absent(self, error: BaseException, device: torch.device, *, step: int, largest: Sequence[Tensor] = ()) -> None:
-        """Tell nobody."""
+        """No-op: there is no other rank."""
 
     def fall_behind(self, error: BaseException) -> None:
-        """Fall behind nobody."""
+        """No-op: there is no other rank."""
 
     def ended_by(self, absent: float, step: int) -> DistributedError | None:
-        """Miss nobody."""
+        """No-op: there is no other rank."""
         return None
 
 
@@ -355,24 +357,24 @@ def _groups_of(param: Any, name_of: Callable[[Tensor], str]) -> list[dist.Proces
 class Wrappers:
     """The ``DistributedDataParallel`` wrappers that models of a session run in.
 
-    One may be older than its session or younger: it is found as a model runs in it.
+    A wrapper may be made before the session or after; it is found when a model runs in it.
 
     Args:
-        ranks: Those that step together: a wrapper over others is refused.
+        ranks: The ranks that step together; a wrapper over other ranks is refused.
 
     Attributes:
-        are_there: Whether any was met: gradients have the dtypes of parameters then, as buckets do.
+        are_there: Whether a wrapper was found: gradients then have the dtypes of parameters, as its buckets have.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self.are_there = ranks, False
-        # Whether each reduces the gradients of the forward pass that has run in it last; ``None`` before one.
+        # Whether a wrapper reduces the gradients of the last forward pass in it; ``None`` before one.
         self._met: WeakKeyDictionary[DistributedDataParallel, bool | None] = WeakKeyDictionary()
         self._paused: dict[DistributedDataParallel, bool] = {}
         self._pauses = 0
 
     def watch(self, models: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
-        """Find wrappers as models run in them, where there are ranks; yield what ends it."""
+        """Watch which wrappers models run in, where there are ranks; yield what ends that."""
         if dist.is_available() and dist.is_initialized():
             require_all("distributed/exchange.py")
             for model in models:
@@ -401,7 +403,7 @@ class Wrappers:
         self._pauses += 1
         try:
             if self._pauses == 1:
-                for wrapper in (*self._met, *(each for each in models if isinstance(each, DistributedDataParallel))):
+                for wrapper in (*self._met, *(model for model in models if isinstance(model, DistributedDataParallel))):
                     self._pause(wrapper)
                 for unit in units:
                     unit.set_requires_gradient_sync(False, recurse=False)
@@ -416,7 +418,7 @@ class Wrappers:
                     unit.set_requires_gradient_sync(True, recurse=False)
 
     def _pause(self, wrapper: DistributedDataParallel) -> None:
-        # It looks at this at the end of its forward pass: the first one, which has found it, is not too late.
+        # A wrapper reads this at the end of its forward pass, so that setting it inside the first one is early enough.
         self._paused.setdefault(wrapper, wrapper.require_backward_grad_sync)
         wrapper.require_backward_grad_sync = False
 
@@ -430,6 +432,6 @@ class Wrappers:
         return reached
 
     def end_pass(self) -> None:
-        """Take note that a backward pass has reduced what it was to reduce."""
+        """Forget which wrappers reduce: the backward pass has ended."""
         for wrapper in self._met:
             self._met[wrapper] = None

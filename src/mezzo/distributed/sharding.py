@@ -128,13 +128,13 @@ def wrapped(model: nn.Module, wrap: Classes | None) -> set[nn.Module]:
     if wrap is None:
         return _blocks(model)
     kinds, modules = (wrap,) if isinstance(wrap, type | str) else tuple(wrap), list(model.modules())
-    if others := [shown(kind) for kind in kinds if not isinstance(kind, type)]:
-        raise PolicyError("wrap= takes classes of modules", where=some_of(others), write="wrap=Block, or [Block, Head]")
+    if wrong := [shown(cls) for cls in kinds if not isinstance(cls, type)]:
+        raise PolicyError("wrap= takes classes of modules", where=some_of(wrong), write="wrap=Block, or [Block, Head]")
     there = dict.fromkeys(type(module).__name__ for module in modules)
     raise_together(
-        PolicyError(f"no module of the model is a {kind.__name__}", where="wrap=", why=nearest(kind.__name__, there))
-        for kind in kinds
-        if not any(isinstance(module, kind) for module in modules)
+        PolicyError(f"no module of the model is a {cls.__name__}", where="wrap=", why=nearest(cls.__name__, there))
+        for cls in kinds
+        if not any(isinstance(module, cls) for module in modules)
     )
     return {module for module in modules if isinstance(module, kinds) and next(module.parameters(), None) is not None}
 
@@ -177,7 +177,7 @@ def planned(
     Raises:
         UnsupportedError: Parameters of one module that need two dtypes.
     """
-    found: list[Unit] = []
+    planned_units: list[Unit] = []
     problems: list[MezzoError] = []
     seen = {inside for unit in units(model) if unit is not model for inside in unit.modules()}
 
@@ -192,21 +192,25 @@ def planned(
         seen.add(module)
         dtype = around
         if has_forward(module):
-            own = dict(_own(module, path))
-            first, *others = [possible(param) for param in own.values() or module.parameters()] or [[around]]
-            common = [each for each in first if all(each in other for other in others)]
-            if own and not common:
-                problems.append(_two_dtypes({name: possible(param)[0] for name, param in own.items()}, path))
+            params_of_module = dict(_own(module, path))
+            first, *further = [possible(param) for param in params_of_module.values() or module.parameters()] or [
+                [around]
+            ]
+            common = [candidate for candidate in first if all(candidate in other for other in further)]
+            if params_of_module and not common:
+                problems.append(
+                    _two_dtypes({name: possible(param)[0] for name, param in params_of_module.items()}, path)
+                )
             elif common and around not in common:
                 dtype = common[0]
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name, dtype)
         if module is model or module in chosen or dtype != around:
-            found.append(Unit(path, module, dtype))
+            planned_units.append(Unit(path, module, dtype))
 
     visit(model, "", usual)
     raise_together(problems)
-    return found
+    return planned_units
 
 
 def _own(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:

@@ -111,10 +111,10 @@ def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:
         PolicyError: It has another precision, or a session, already.
         UnsupportedError: What it runs with owns the steps, or a model is sharded.
     """
-    kind = accelerator.distributed_type
-    if kind not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+    distributed_type = accelerator.distributed_type
+    if distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise UnsupportedError(
-            f"Accelerate runs with {kind.value}",
+            f"Accelerate runs with {distributed_type.value}",
             why="it owns backward passes and steps, or shards what the session has converted",
             write=f"{_DDP}; or mezzo.fully_shard(model, policy) in a loop of your own",
         )
@@ -157,11 +157,11 @@ class AcceleratedPrecision(AttachedPrecision):
     def __init__(
         self, accelerator: Accelerator, models: Any, optimizers: Any, policy: Policy | None, **options: Any
     ) -> None:
-        subjects, given = models_and_optimizers(models, optimizers)
-        modules = [each for each in subjects if isinstance(each, nn.Module)]
+        subjects, optimizer_list = models_and_optimizers(models, optimizers)
+        modules = [model for model in subjects if isinstance(model, nn.Module)]
         if len(modules) < len(subjects):
             raise PolicyError("a prepared model cannot be attached", write="attach(accelerator, model, …), itself")
-        if any(isinstance(each, AcceleratedOptimizer) for each in given):
+        if any(isinstance(optimizer, AcceleratedOptimizer) for optimizer in optimizer_list):
             raise PolicyError(
                 "an optimizer was prepared before it was attached",
                 why="Accelerate has noted already that its steps need no loss scale",
@@ -172,7 +172,7 @@ class AcceleratedPrecision(AttachedPrecision):
             if accelerator.device_placement and not accelerator.verify_device_map(model):
                 model.to(accelerator.device)  # as prepare() would: the scale lives where the parameters are
         self._is_telling = False
-        super().__init__(modules, given, policy, **options)
+        super().__init__(modules, optimizer_list, policy, **options)
         self._bind_own(accelerator, "scaler", _AcceleratorsScaler(self))
         self._bind_own(accelerator, "autocast", partial(_region, self))
         self._bind_own(accelerator, "log", partial(_log, self, accelerator.log))
@@ -229,16 +229,16 @@ class _AcceleratorsScaler(SessionScaler):
 
 def _region(amp: AcceleratedPrecision, /, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
     """Return what ``accelerator.autocast()`` does: the policy's region, or FP32 where a handler switches it off."""
-    is_on = all(getattr(each, "enabled", True) for each in (*args, *kwargs.values()))
+    is_on = all(getattr(argument, "enabled", True) for argument in (*args, *kwargs.values()))
     return amp.autocast() if is_on else autocast("O0")
 
 
 def _log(amp: AcceleratedPrecision, log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Log a session's values besides a program's: what ``accelerator.log`` does."""
-    own = amp.metrics()
+    metrics = amp.metrics()
     if args:
-        return log({**own, **args[0]}, *args[1:], **kwargs)
-    return log(**kwargs | {"values": {**own, **kwargs["values"]}})
+        return log({**metrics, **args[0]}, *args[1:], **kwargs)
+    return log(**kwargs | {"values": {**metrics, **kwargs["values"]}})
 
 
 def _free(amp: AcceleratedPrecision, free: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -139,7 +139,7 @@ class MezzoPrecision(Precision):
             self._begin(_TrainersSession, optimizers)
         return model, optimizers, lr_schedulers
 
-    def take(self, optimizer: Optimizer) -> None:
+    def add_optimizer(self, optimizer: Optimizer) -> None:
         """Begin the session, or have it take an optimizer: what Fabric sets up."""
         if self.session is None:
             self._begin(_FabricsSession, [optimizer])
@@ -156,8 +156,8 @@ class MezzoPrecision(Precision):
                 write="fabric.setup(…) of all models and optimizers, then the first step",
             )
 
-    def _begin(self, kind: type[AttachedPrecision], optimizers: list[Optimizer]) -> None:
-        self.session = kind(list(self._converted), optimizers, self.policy, **self._options)
+    def _begin(self, session_class: type[AttachedPrecision], optimizers: list[Optimizer]) -> None:
+        self.session = session_class(list(self._converted), optimizers, self.policy, **self._options)
         self._num_skipped = None
 
     def teardown(self) -> None:
@@ -268,7 +268,7 @@ class MezzoPrecision(Precision):
         return self._saved if self.session is None else save(engine_of(self.session), self.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint of the Trainer's."""
+        """Load the session's state of a checkpoint of the Trainer's."""
         if self.session is not None and state_dict:
             self.session.load_state_dict(state_dict)
 
@@ -294,7 +294,7 @@ def _parts_of(module: nn.Module) -> nn.Module:
 
 def _set_up(plugin: MezzoPrecision, plain: Callable[..., Any], strategy: Strategy, /, *args: Any, **kwargs: Any) -> Any:
     """Set an optimizer up, and tell the plugin whose strategy does."""
-    made = plain(strategy, *args, **kwargs)
+    optimizer = plain(strategy, *args, **kwargs)
     if strategy.precision is plugin:
         if isinstance(strategy, DataParallelStrategy):
             raise UnsupportedError(
@@ -302,5 +302,5 @@ def _set_up(plugin: MezzoPrecision, plain: Callable[..., Any], strategy: Strateg
                 why="it copies the model for each batch, without what the session has made of it",
                 write='Fabric(strategy="ddp", plugins=…)',
             )
-        plugin.take(made)
-    return made
+        plugin.add_optimizer(optimizer)
+    return optimizer

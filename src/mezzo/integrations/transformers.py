@@ -36,7 +36,7 @@ def plug(
     *,
     on_overflow: Reaction = "skip",
 ) -> T:
-    """Let a Trainer of transformers, or of a class that derives from it, train and evaluate under a policy.
+    """Return a Trainer of transformers, or of a derived class, that trains and evaluates under a policy.
 
     Its accumulation, clipping, callbacks and checkpoints stay as they are, on one rank and on several:
 
@@ -68,8 +68,8 @@ def plug(
         ``trainer = plug(Trainer(model, args, train_dataset=data), "O2,dtype=bfloat16")``, then ``trainer.train()``.
     """
     if not isinstance(trainer, Trainer) or isinstance(trainer, _Plugged):
-        what = "has a policy already" if isinstance(trainer, _Plugged) else f"is {shown(trainer)}"
-        raise PolicyError(f"the trainer {what}", write="plug(Trainer(model, args, …), policy), once")
+        problem = "has a policy already" if isinstance(trainer, _Plugged) else f"is {shown(trainer)}"
+        raise PolicyError(f"the trainer {problem}", write="plug(Trainer(model, args, …), policy), once")
     plugged: Any = trainer
     args = plugged.args
     policy = usual_policy({args.device.type}) if policy is None else Policy.of(policy)
@@ -88,8 +88,10 @@ def plug(
             why="torch.nn.DataParallel copies the model for each batch, without what the session has made of it",
             write="torchrun --nproc-per-node N script.py; or CUDA_VISIBLE_DEVICES=0",
         )
-    kind = type(trainer)
-    plugged.__class__ = type(f"Mezzo{kind.__name__}", (_Plugged, kind), {"__module__": kind.__module__})
+    trainer_class = type(trainer)
+    plugged.__class__ = type(
+        f"Mezzo{trainer_class.__name__}", (_Plugged, trainer_class), {"__module__": trainer_class.__module__}
+    )
     plugged.policy, plugged._on_overflow = policy, on_overflow
     return trainer
 

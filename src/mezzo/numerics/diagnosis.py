@@ -61,7 +61,7 @@ class Alert:
 
 
 class RunFacts:
-    """What was recorded of a run, each fact found once.
+    """The facts of a recorded run, each computed once.
 
     Args:
         evidence: The evidence, with a tensor at least.
@@ -80,9 +80,11 @@ class RunFacts:
         self.has_session = evidence.header.policy is not None
         self.is_low = self.has_session and self.dtype in (FP16.name, BF16.name)
         self.policy = Policy.parse(evidence.header.policy or "") if self.is_low else Policy.O1(FP16.name)
-        taken = (each for step in self.steps for each in step.tensors if not (step.skipped and each.kind in GRADIENTS))
-        groups = grouped(taken, lambda each: (each.kind, name_of(each)))
-        self.totals = [RecordedTensor.total_of(each) for each in groups.values()]
+        taken = (
+            tensor for step in self.steps for tensor in step.tensors if not (step.skipped and tensor.kind in GRADIENTS)
+        )
+        groups = grouped(taken, lambda tensor: (tensor.kind, name_of(tensor)))
+        self.totals = [RecordedTensor.total_of(tensors) for tensors in groups.values()]
 
     @functools.cached_property
     def masks(self) -> dict[str, RecordedStep]:
@@ -91,14 +93,14 @@ class RunFacts:
         They are in steps whose gradients are finite, or at least what the model returns: a softmax has made zeros of
         them.
         """
-        found: dict[str, RecordedStep] = {}
+        first_steps: dict[str, RecordedStep] = {}
         for step in self.steps:
-            outputs = [each for each in step.tensors if each.kind == "activations" and not each.module]
+            outputs = [tensor for tensor in step.tensors if tensor.kind == "activations" and not tensor.module]
             if (outputs and all(map(is_finite, outputs))) or not (step.skipped or _spoils_weights(step)):
-                for each in _not_finite_in(step, "activations"):
-                    if not each.histogram.nans:
-                        found.setdefault(name_of(each), step)
-        return found
+                for tensor in _not_finite_in(step, "activations"):
+                    if not tensor.histogram.nans:
+                        first_steps.setdefault(name_of(tensor), step)
+        return first_steps
 
     @functools.cached_property
     def spoilt(self) -> tuple[RecordedStep | None, list[RecordedTensor]]:
@@ -108,25 +110,28 @@ class RunFacts:
         """
         for step in self.steps:
             activations = _not_finite_in(step, "activations")
-            for found, is_spoilt in (
+            for tensors, is_spoilt in (
                 (_not_finite_in(step, "weights"), True),
-                (activations, any(each.histogram.nans or name_of(each) not in self.masks for each in activations)),
+                (
+                    activations,
+                    any(tensor.histogram.nans or name_of(tensor) not in self.masks for tensor in activations),
+                ),
                 (_not_finite_in(step, *GRADIENTS), _spoils_weights(step)),
             ):
-                if found and is_spoilt:
-                    return step, found
+                if tensors and is_spoilt:
+                    return step, tensors
         return None, []
 
     @functools.cached_property
     def lost(self) -> dict[str, SwallowedUpdates]:
         """The updates of each weight that vanish."""
-        return {each.path: each.swallowed for each in self.totals if each.swallowed is not None}
+        return {tensor.path: tensor.swallowed for tensor in self.totals if tensor.swallowed is not None}
 
     @functools.cached_property
     def stored_low(self) -> dict[str, str]:
         """The dtypes of the weights that have 16 bits and no FP32 value besides."""
         low = (FP16.name, BF16.name)
-        return {each.path: each.dtype for each in self.totals if each.kind == "weights" and each.dtype in low}
+        return {tensor.path: tensor.dtype for tensor in self.totals if tensor.kind == "weights" and tensor.dtype in low}
 
     def scaled(self, scale: LossScale, why: str) -> tuple[Policy, str]:
         """Return the run's policy with another loss scale, and with FP32 weights: FP16 cannot unscale gradients."""
@@ -159,12 +164,12 @@ def is_finite(tensor: RecordedTensor) -> bool:
 
 
 def _not_finite_in(step: RecordedStep, *kinds: str) -> list[RecordedTensor]:
-    return [each for each in step.tensors if each.kind in kinds and not is_finite(each)]
+    return [tensor for tensor in step.tensors if tensor.kind in kinds and not is_finite(tensor)]
 
 
 def _spoils_weights(step: RecordedStep) -> bool:
     """Whether a step was taken with gradients that are not finite; one of an activation may end before any weight."""
-    has_weights = any(each.kind == GRADIENTS[1] for each in step.tensors)
+    has_weights = any(tensor.kind == GRADIENTS[1] for tensor in step.tensors)
     return not step.skipped and bool(_not_finite_in(step, *GRADIENTS[has_weights:]))
 
 
@@ -200,37 +205,37 @@ _CAUSES: Final[Mapping[tuple[str, bool], tuple[str, str]]] = {
 
 
 def not_finite(run: RunFacts) -> Alert | None:
-    """Say which tensors are not finite, in the first recorded step that they spoil; or else which may be masks."""
-    step, found = run.spoilt
+    """Return an alert of tensors that are not finite, in the first step that they spoil; or else of possible masks."""
+    step, tensors = run.spoilt
     is_mask = step is None and bool(run.masks)
     if is_mask:
-        step = min(run.masks.values(), key=lambda each: each.step)
-        found = [each for each in step.tensors if each.kind == "activations" and each.histogram.infs]
+        step = min(run.masks.values(), key=lambda step: step.step)
+        tensors = [tensor for tensor in step.tensors if tensor.kind == "activations" and tensor.histogram.infs]
     if step is None:
         return None
-    first, kind, is_fp16 = found[0], found[0].kind, found[0].dtype == FP16.name
+    first, cause, is_fp16 = tensors[0], tensors[0].kind, tensors[0].dtype == FP16.name
     where = f"{name_of(first)} ({first.dtype})"
-    if kind in GRADIENTS:
+    if cause in GRADIENTS:
         first = first_in_backward(step) or first
-        kind, where, is_fp16 = "gradients", gradient_text(first), FP16.name in (run.dtype, first.dtype)
-    why, write = _CAUSES[kind, is_fp16]
+        cause, where, is_fp16 = "gradients", gradient_text(first), FP16.name in (run.dtype, first.dtype)
+    why, write = _CAUSES[cause, is_fp16]
     if is_mask:
         why, write = "What follows is finite all the same: they may be those of a mask, which are meant.", ""
     scaled = run.scaled(LossScale.dynamic(), "Its loss scale skips steps whose gradients are not finite.")
     cures = {"weights": run.in_fp32_weights, "activations": run.in_bf16, "gradients": scaled}
-    numbers = sum(each.histogram.infs + each.histogram.nans for each in found)
+    numbers = sum(tensor.histogram.infs + tensor.histogram.nans for tensor in tensors)
     return Alert(
         level="warn" if is_mask else "bad",
-        what=f"{numbers:,} {kind} are infinite or NaN at step {step.step}.",
-        where=where + (f", and {len(found) - 1} more tensors" if len(found) > 1 else ""),
+        what=f"{numbers:,} {cause} are infinite or NaN at step {step.step}.",
+        where=where + (f", and {len(tensors) - 1} more tensors" if len(tensors) > 1 else ""),
         why=why.format(format=format_text([first.dtype])),
         write=write.format(policy=scaled[0]),
-        cure=cures[kind] if is_fp16 and not is_mask else None,
+        cure=cures[cause] if is_fp16 and not is_mask else None,
     )
 
 
 def idle(run: RunFacts) -> Alert | None:
-    """Say that every recorded step was skipped, so that nothing was trained."""
+    """Return an alert if every recorded step was skipped, so that nothing was trained."""
     if not all(step.skipped for step in run.steps):
         return None
     first, scale = first_in_backward(run.steps[0]), min(run.steps[-1].loss_scales, default=1.0)
@@ -245,22 +250,24 @@ def idle(run: RunFacts) -> Alert | None:
 
 
 def flushed(run: RunFacts) -> Alert | None:
-    """Say how many gradients FP16 loses at the loss scale that they have in the run."""
+    """Return an alert if FP16 loses many gradients at the loss scale of the run."""
     gradients = [
-        (min(step.loss_scales, default=1.0), each.histogram)
+        (min(step.loss_scales, default=1.0), tensor.histogram)
         for step in run.steps
-        for each in step.tensors
-        if each.kind in GRADIENTS and each.dtype == FP16.name and not step.skipped
+        for tensor in step.tensors
+        if tensor.kind in GRADIENTS and tensor.dtype == FP16.name and not step.skipped
     ]
-    covered = [each.coverage(FP16, scale) for scale, each in gradients]
-    total, zeros, lost = (sum(getattr(each, name) for each in covered) for name in ("total", "zero", "subnormal"))
+    covered = [histogram.coverage(FP16, scale) for scale, histogram in gradients]
+    total, zeros, lost = (
+        sum(getattr(coverage, name) for coverage in covered) for name in ("total", "zero", "subnormal")
+    )
     if not total or (lost <= SUBNORMAL * (total - zeros) and zeros < total):
         return None
     scales = {scale for scale, _ in gradients}
     carried = "without a loss scale" if scales == {1.0} else f"at loss scale {min(scales):,.10g}"
     what = f"{share_text(lost, total - zeros)} of the gradients that are not zero lose digits {carried}."
     write, cure = f"{both('dtype=bfloat16')}, which needs no loss scale", run.in_bf16
-    whole = ExponentHistogram.total_of(each for _, each in gradients)
+    whole = ExponentHistogram.total_of(histogram for _, histogram in gradients)
     # Of zeros nothing is known but that they are small: from above the scale comes down by itself.
     highest = min(whole.best_scale(FP16), CEILING) if whole.max_abs and not (whole.infs or whole.nans) else CEILING
     if highest >= 2.0 * max(scales) and not (whole.infs or whole.nans):
@@ -289,8 +296,8 @@ def gradient_text(tensor: RecordedTensor) -> str:
 def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
     """Return the first gradient in the order of the backward pass that is not finite, of the innermost module."""
     # The order of the pass forward is that in which calls ended; a module that is not called goes with what is around.
-    called = [each.module for each in step.tensors if each.kind in ("activations", GRADIENTS[0])]
-    order = {path: n for n, path in enumerate(dict.fromkeys(called or [each.module for each in step.tensors]))}
+    called = [tensor.module for tensor in step.tensors if tensor.kind in ("activations", GRADIENTS[0])]
+    order = {path: n for n, path in enumerate(dict.fromkeys(called or [tensor.module for tensor in step.tensors]))}
 
     def place(tensor: RecordedTensor) -> int:
         path = tensor.module
@@ -299,23 +306,25 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
         return order.get(path, -1)
 
     # The gradient of what a module returns comes before those of its own weights.
-    found = sorted(_not_finite_in(step, *GRADIENTS), key=lambda each: (-place(each), GRADIENTS.index(each.kind)))
-    first = found[0] if found else None
-    for each in found[1:]:
+    gradients = sorted(
+        _not_finite_in(step, *GRADIENTS), key=lambda gradient: (-place(gradient), GRADIENTS.index(gradient.kind))
+    )
+    first = gradients[0] if gradients else None
+    for gradient in gradients[1:]:
         # A container hands on what its last module returns: the very tensor.
-        if first is not None and first.kind == each.kind == GRADIENTS[0]:
-            is_inside = each.module.startswith(f"{first.module}." if first.module else "")
-            if not is_inside or each.histogram.numbers != first.histogram.numbers:
+        if first is not None and first.kind == gradient.kind == GRADIENTS[0]:
+            is_inside = gradient.module.startswith(f"{first.module}." if first.module else "")
+            if not is_inside or gradient.histogram.numbers != first.histogram.numbers:
                 break
-            first = each
+            first = gradient
     return first
 
 
 def stopped(run: RunFacts) -> Alert | None:
-    """Find weights that are stored in 16 bits alone, and do not move although they have gradients."""
+    """Return an alert of weights that are stored in 16 bits alone and do not move although they have gradients."""
     low = run.stored_low
-    lost = {path: each for path, each in run.lost.items() if path in low}
-    still = {path: each.share_unmoved for path, each in lost.items() if each.share_unmoved > SWALLOWED}
+    lost = {path: updates for path, updates in run.lost.items() if path in low}
+    still = {path: updates.share_unmoved for path, updates in lost.items() if updates.share_unmoved > SWALLOWED}
     if not still:
         return None
     worst = max(still, key=lambda path: still[path])
@@ -331,21 +340,21 @@ def stopped(run: RunFacts) -> Alert | None:
     )
 
 
-def near(run: RunFacts) -> Alert | None:
-    """Find activations of an FP16 run that come near its end."""
-    found = {
-        name_of(each): each.histogram.max_abs
-        for each in run.totals
-        if each.kind == "activations" and each.dtype == FP16.name and each.histogram.max_abs > FP16.max / 4
+def close_to_limit(run: RunFacts) -> Alert | None:
+    """Return an alert of activations that come close to the end of FP16's range."""
+    largest = {
+        name_of(tensor): tensor.histogram.max_abs
+        for tensor in run.totals
+        if tensor.kind == "activations" and tensor.dtype == FP16.name and tensor.histogram.max_abs > FP16.max / 4
     }
-    if not found or run.spoilt[1]:
+    if not largest or run.spoilt[1]:
         return None
-    worst = max(found, key=lambda name: (found[name], len(name)))  # of those that hand it on the innermost
+    worst = max(largest, key=lambda name: (largest[name], len(name)))  # of those that hand it on the innermost
     return Alert(
         level="warn",
-        what=f"Activations reach {found[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
-        where=some_of(sorted(found), 3),
-        why=f"{worst} reaches {found[worst]:.4g} of 65504; a loss scale does not help activations.",
+        what=f"Activations reach {largest[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
+        where=some_of(sorted(largest), 3),
+        why=f"{worst} reaches {largest[worst]:.4g} of 65504; a loss scale does not help activations.",
         write=f"{both('dtype=bfloat16')}, which has the range of FP32",
         cure=run.in_bf16,
     )
@@ -402,8 +411,8 @@ class Diagnosis:
     why: str = ""
 
     def __str__(self) -> str:
-        alerts = (message(each.what, where=each.where, why=each.why, write=each.write) for each in self.alerts)
-        lines = (*alerts, *(each.line for each in self.formats), *self.lines)
+        alerts = (message(alert.what, where=alert.where, why=alert.why, write=alert.write) for alert in self.alerts)
+        lines = (*alerts, *(answer.line for answer in self.formats), *self.lines)
         why = f"   # {self.why}" if self.why and self.why not in lines else ""
         return "\n".join((*lines, *(() if self.policy is None else (f'policy="{self.policy}"{why}',))))
 
@@ -414,15 +423,15 @@ class Diagnosis:
             if isinstance(value, tuple):
                 return [*map(plain, value)]
             if isinstance(value, Diagnosis | FormatAnswer | Alert):
-                return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+                return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
             return str(value) if isinstance(value, Policy) else value
 
-        found: dict[str, Any] = plain(self)
-        return found
+        document: dict[str, Any] = plain(self)
+        return document
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Say what recorded evidence comes to.
+    """Return what is wrong with a recorded run, and which formats would do.
 
     Gradients that a format has flushed already are zeros in the evidence: for what FP16 would lose, record a run in
     FP32 or BF16.
@@ -459,18 +468,18 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis(lines=(line,))
     run = RunFacts(evidence)
     spoiling = [alert for fault in (not_finite, idle) if (alert := fault(run)) is not None]
-    found = spoiling + [alert for fault in (near, flushed, stopped) if (alert := fault(run)) is not None]
+    problems = spoiling + [alert for fault in (close_to_limit, flushed, stopped) if (alert := fault(run)) is not None]
     formats: tuple[FormatAnswer, ...] = ()
     lines: list[str] = []
     if all(alert.level != "bad" for alert in spoiling):  # or numbers say nothing of formats
         formats, lines = (_fp16(run.totals), _bf16(run.totals), _fp8(run.totals)), [*_swallowing(run)]
         if run.dtype == FP16.name:
             lines.append(_RECORDED_IN_FP16)
-    cures = [each.cure for each in found if each.cure is not None]
+    cures = [alert.cure for alert in problems if alert.cure is not None]
     if not run.is_low:
-        cures = [(each.policy, each.line) for each in formats if each.policy is not None]
+        cures = [(answer.policy, answer.line) for answer in formats if answer.policy is not None]
     policy, why = cures[0] if cures else (None, "")
-    alerts = tuple(sorted(found, key=lambda alert: alert.level != "bad"))
+    alerts = tuple(sorted(problems, key=lambda alert: alert.level != "bad"))
     return Diagnosis(formats=formats, lines=tuple(lines), alerts=alerts, policy=policy, why=why)
 
 
@@ -485,9 +494,9 @@ _RECORDED_IN_FP16: Final = (
 def _fp16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     """Judge FP16: what overflows whatever the loss scale, and which loss scale keeps the gradients."""
     beyond = {
-        name_of(each): each.histogram.max_abs
-        for each in totals
-        if each.kind in ("weights", "activations") and _beyond(each, FP16)
+        name_of(tensor): tensor.histogram.max_abs
+        for tensor in totals
+        if tensor.kind in ("weights", "activations") and _beyond(tensor, FP16)
     }
     if beyond:
         # What holds one of the others only hands it on.
@@ -499,13 +508,13 @@ def _fp16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
             "mezzo tune finds what has to stay in FP32."
         )
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
-    whole = ExponentHistogram.total_of(each.histogram for each in totals if each.kind in GRADIENTS)
+    whole = ExponentHistogram.total_of(tensor.histogram for tensor in totals if tensor.kind in GRADIENTS)
     policy = Policy.O1("float16")
     if not whole.max_abs or whole.infs or whole.nans:
         line = "FP16 holds all weights and activations; of gradients nothing is known."
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     scale = min(whole.best_scale(FP16), CEILING)
-    unscaled, scaled = (_Kept.of(whole, each) for each in (1.0, scale))
+    unscaled, scaled = (_Kept.of(whole, factor) for factor in (1.0, scale))
     highest = f"2^{round(math.log2(scale))}, the highest loss scale that fits,"
     if scaled.lost > _LOST:
         line = f"FP16 is not safe: at {highest} {scaled.text}{_losers(totals, scale)}."
@@ -577,7 +586,7 @@ def _flushed(tensor: RecordedTensor, target: Format, scale: float) -> float:
 
 def _losers(totals: Sequence[RecordedTensor], scale: float) -> str:
     """Name the weights of whose gradients FP16 flushes more than half at a loss scale; of none there is no text."""
-    shares = {name_of(each): _flushed(each, FP16, scale) for each in totals if each.kind == GRADIENTS[1]}
+    shares = {name_of(tensor): _flushed(tensor, FP16, scale) for tensor in totals if tensor.kind == GRADIENTS[1]}
     lost = sorted((name for name in shares if shares[name] > _MOSTLY), key=lambda name: -shares[name])
     if not lost:
         return ""
@@ -587,7 +596,7 @@ def _losers(totals: Sequence[RecordedTensor], scale: float) -> str:
 
 def _bf16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     """Judge BF16: its range is FP32's, all but the last numbers."""
-    beyond = [name_of(each) for each in totals if _beyond(each, BF16)]
+    beyond = [name_of(tensor) for tensor in totals if _beyond(tensor, BF16)]
     line = "BF16 is safe: it has FP32's range, and needs no loss scale."
     if beyond:
         line = f"BF16 is not safe: {some_of(beyond, 3)} reach beyond {BF16.max:.4g}."
@@ -598,40 +607,42 @@ def _bf16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
 def _fp8(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     """Judge the eight-bit pair, each tensor at a scale of its own: E4M3 for what goes forward, E5M2 for gradients."""
     lossy: dict[str, float] = {}
-    for each in totals:
-        target = E5M2 if each.kind in GRADIENTS else E4M3
-        if each.kind == "updates" or not each.histogram.max_abs or not is_finite(each):
+    for tensor in totals:
+        target = E5M2 if tensor.kind in GRADIENTS else E4M3
+        if tensor.kind == "updates" or not tensor.histogram.max_abs or not is_finite(tensor):
             continue
-        share = _flushed(each, target, each.histogram.best_scale(target))
+        share = _flushed(tensor, target, tensor.histogram.best_scale(target))
         if share > _FLUSHED_IN_FP8:
-            lossy[f"{name_of(each)} ({each.kind.replace('_', ' ')})"] = share
-    limit, said = (
+            lossy[f"{name_of(tensor)} ({tensor.kind.replace('_', ' ')})"] = share
+    limit, recipe = (
         f"{100 * _FLUSHED_IN_FP8:g} %",
         "FP8 with a scale for each tensor, E4M3 forward and E5M2 for gradients,",
     )
-    line = f"{said} flushes at most {limit} of any tensor."
+    line = f"{recipe} flushes at most {limit} of any tensor."
     if lossy:
-        worst, *others = sorted(lossy, key=lambda each: -lossy[each])
-        more = f", and more than {limit} of {len(others)} other tensors" if others else ""
-        line = f"{said} is not safe: it flushes {share_text(lossy[worst], 1)} of {worst}{more}."
+        worst, *rest = sorted(lossy, key=lambda path: -lossy[path])
+        more = f", and more than {limit} of {len(rest)} other tensors" if rest else ""
+        line = f"{recipe} is not safe: it flushes {share_text(lossy[worst], 1)} of {worst}{more}."
     return FormatAnswer(format=f"{E4M3.name}+{E5M2.name}", is_safe=not lossy, line=line)
 
 
 def _swallowing(run: RunFacts) -> Iterator[str]:
-    """Say of the 16-bit formats how many updates vanish where weights are stored in them alone."""
+    """Yield how many updates vanish in weights that are stored in a 16-bit format alone."""
     # What a weight of 16 bits has swallowed already is no update any more: an alert says how much that was.
-    lost = {path: each for path, each in run.lost.items() if path not in run.stored_low}
+    lost = {path: updates for path, updates in run.lost.items() if path not in run.stored_low}
     for target in (FP16, BF16):
-        known = {path: each for path, each in lost.items() if target.name in each.swallowed and each.updated}
-        if not known:
+        updated = {
+            path: updates for path, updates in lost.items() if target.name in updates.swallowed and updates.updated
+        }
+        if not updated:
             continue
-        worst = max(known, key=lambda path: known[path].share(target))
-        whole = functools.reduce(operator.add, known.values())
+        worst = max(updated, key=lambda path: updated[path].share(target))
+        whole = functools.reduce(operator.add, updated.values())
         name, share = format_text([target.name]), share_text(whole.swallowed[target.name], whole.updated)
         if whole.share(target) > SWALLOWED:
             yield (
                 f"Weights stored in {name} alone swallow {share} of the updates, "
-                f"{share_text(known[worst].share(target), 1)} in {worst}: keep them FP32, as O1 and O2 do."
+                f"{share_text(updated[worst].share(target), 1)} in {worst}: keep them FP32, as O1 and O2 do."
             )
         else:
             yield f"Weights stored in {name} swallow {share} of the updates."

@@ -46,8 +46,8 @@ Key = TypeVar("Key")
 def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
     """Return items by their keys, both in the order in which they come."""
     groups: dict[Key, list[T]] = {}
-    for each in items:
-        groups.setdefault(key(each), []).append(each)
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
@@ -62,9 +62,9 @@ def kind_of(name: str) -> str:
         ('activation_gradients', 'weight_gradients')
     """
     word = re.sub(r"[\s_-]+", "_", name.strip().lower()) if isinstance(name, str) else ""
-    for kind in KINDS:
-        if word in (kind, kind.removesuffix("s")):
-            return kind
+    for tensor_kind in KINDS:
+        if word in (tensor_kind, tensor_kind.removesuffix("s")):
+            return tensor_kind
     close = difflib.get_close_matches(word, KINDS, 1, 0.4)
     raise PolicyError(
         f"unknown kind of tensors {shown(name)}", why=nearest(word, KINDS), write=f'"{close[0] if close else KINDS[2]}"'
@@ -149,10 +149,10 @@ class RecordedTensor:
     @classmethod
     def total_of(cls, tensors: Sequence[RecordedTensor]) -> RecordedTensor:
         """Sum up several, at least one; it is called what the last is called."""
-        lost = [each.swallowed for each in tensors if each.swallowed is not None]
+        lost = [tensor.swallowed for tensor in tensors if tensor.swallowed is not None]
         return dataclasses.replace(
             tensors[-1],
-            histogram=ExponentHistogram.total_of(each.histogram for each in tensors),
+            histogram=ExponentHistogram.total_of(tensor.histogram for tensor in tensors),
             swallowed=functools.reduce(operator.add, lost) if lost else None,
         )
 
@@ -229,13 +229,13 @@ class OperandLosses:
     @classmethod
     def of(cls, steps: Sequence[RecordedOperand]) -> OperandLosses:
         """Sum up what several steps lost of one operand."""
-        first, elements = steps[0], sum(each.elements for each in steps)
-        below = [each.below_noise for each in steps if each.below_noise is not None]
-        noises = [each.noise for each in steps if each.noise is not None]
+        first, elements = steps[0], sum(step.elements for step in steps)
+        below = [step.below_noise for step in steps if step.below_noise is not None]
+        noises = [step.noise for step in steps if step.noise is not None]
         return cls(
             module=first.module, name=first.name, role=first.role, format=first.format, steps=len(steps),
-            saturated=sum(each.saturated for each in steps) / elements,
-            flushed=sum(each.flushed for each in steps) / elements,
+            saturated=sum(step.saturated for step in steps) / elements,
+            flushed=sum(step.flushed for step in steps) / elements,
             below_noise=sum(below) / len(below) if below else None,
             noise=sum(noises) / len(noises) if noises else None,
         )  # fmt: skip
@@ -361,15 +361,15 @@ class Evidence:
     ) -> list[RecordedTensor]:
         """Return what :meth:`histogram` would sum; never an empty list."""
         several = kind if isinstance(kind, Iterable) and not isinstance(kind, str) else [kind]
-        kinds = [kind_of(each) for each in several]
+        kinds = [kind_of(word) for word in several]
 
         def asked(recorded: RecordedStep) -> list[RecordedTensor]:
-            return [each for each in recorded.tensors if each.kind in kinds and name in (None, each.name)]
+            return [tensor for tensor in recorded.tensors if tensor.kind in kinds and name in (None, tensor.name)]
 
-        found = self._of_steps(asked, module, step)
-        if not found:
+        tensors = self._of_steps(asked, module, step)
+        if not tensors:
             raise self._nothing(kinds, module, step, name)
-        return found
+        return tensors
 
     def operands(self, module: str | None = None, *, step: Steps = "all") -> list[OperandLosses]:
         """Return what products below sixteen bits lost of their operands; an empty list where none is.
@@ -382,8 +382,8 @@ class Evidence:
             PolicyError: No such module was recorded.
             StateError: That step was not recorded.
         """
-        found = self._of_steps(lambda recorded: recorded.operands, module, step)
-        of_operand = grouped(found, lambda each: (each.module, each.name, each.role, each.format))
+        operands = self._of_steps(lambda recorded: recorded.operands, module, step)
+        of_operand = grouped(operands, lambda operand: (operand.module, operand.name, operand.role, operand.format))
         return [OperandLosses.of(steps) for steps in of_operand.values()]
 
     def statistics(self) -> Iterator[dict[str, Any]]:
@@ -393,12 +393,14 @@ class Evidence:
         ``swallowed_bf16`` (updates that vanish in BF16 weights; ``None`` where there are none) are counts of ``count``.
         """
         for recorded in self.steps:
-            for (module, kind), several in grouped(recorded.tensors, lambda each: (each.module, each.kind)).items():
+            for (module, tensor_kind), several in grouped(
+                recorded.tensors, lambda tensor: (tensor.module, tensor.kind)
+            ).items():
                 total = RecordedTensor.total_of(several)
                 counts, lost = total.histogram, total.swallowed
                 yield {
-                    "step": recorded.step, "module": module, "kind": kind,
-                    "dtype": "+".join(dict.fromkeys(each.dtype for each in several)),
+                    "step": recorded.step, "module": module, "kind": tensor_kind,
+                    "dtype": "+".join(dict.fromkeys(tensor.dtype for tensor in several)),
                     "largest": counts.max_abs, "zeros": counts.zeros, "infs": counts.infs, "nans": counts.nans,
                     "flushed_fp16": counts.coverage("float16").underflow,
                     "swallowed_bf16": None if lost is None else lost.swallowed.get("bfloat16"),
@@ -407,61 +409,61 @@ class Evidence:
 
     def _of_steps(self, asked: Callable[[RecordedStep], Sequence[T]], module: str | None, step: Steps) -> list[T]:
         """Return what is asked of the steps that are chosen, as far as it is of the modules."""
-        places = None if module is None else self._places(module)
-        found: list[T] = []
+        homes = None if module is None else self._homes(module)
+        records: list[T] = []
         for recorded in self._chosen(step):
-            found += (
-                each
-                for each in asked(recorded)
-                if places is None or not places.isdisjoint([(each.module, None), (each.module, each.name)])
+            records += (
+                record
+                for record in asked(recorded)
+                if homes is None or not homes.isdisjoint([(record.module, None), (record.module, record.name)])
             )
-            if found and step == "newest":
+            if records and step == "newest":
                 break
-        return found
+        return records
 
     def _chosen(self, step: Steps) -> Iterator[RecordedStep]:
         """Return the steps asked for, newest first."""
         if isinstance(step, int):
-            found = [each for each in self.steps if each.step == step]
-            if not found:
-                held = [str(each.step) for each in self.steps]
-                raise StateError(f"step {step} was not recorded", why=f"recorded: {some_of(held) or 'none yet'}")
-            return iter(found)
+            steps = [recorded for recorded in self.steps if recorded.step == step]
+            if not steps:
+                numbers = [str(recorded.step) for recorded in self.steps]
+                raise StateError(f"step {step} was not recorded", why=f"recorded: {some_of(numbers) or 'none yet'}")
+            return iter(steps)
         if step not in ("newest", "all"):
             raise PolicyError(f"unknown steps {shown(step)}", write='step="newest", step="all" or step=51')
         return reversed(self.steps)
 
-    def _places(self, module: str) -> set[tuple[str, str | None]]:
+    def _homes(self, module: str) -> set[tuple[str, str | None]]:
         """Return where tensors of modules are recorded: paths, each with a tensor's name, or ``None`` for all."""
-        places: set[tuple[str, str | None]] = set()
-        glob = as_named(module, [each.path for each in self.header.modules])
-        for each in self.header.modules:
-            if matches(each.path, glob):
-                places.add((each.path if each.same_as is None else each.same_as, None))
-                for path in each.tied.values():
+        homes: set[tuple[str, str | None]] = set()
+        glob = as_named(module, [entry.path for entry in self.header.modules])
+        for entry in self.header.modules:
+            if matches(entry.path, glob):
+                homes.add((entry.path if entry.same_as is None else entry.same_as, None))
+                for path in entry.tied.values():
                     owner, _, name = path.rpartition(".")
-                    places.add((owner, name))
-        if not places:
+                    homes.add((owner, name))
+        if not homes:
             raise PolicyError(
                 f"no recorded module is called {shown(module)}",
-                why=nearest(module, [each.path for each in self.header.modules if each.path]),
+                why=nearest(module, [entry.path for entry in self.header.modules if entry.path]),
                 write='histogram("activations", "blocks.0"), or a glob of paths, or nothing for all modules',
             )
-        return places
+        return homes
 
     def _nothing(self, kinds: list[str], module: str | None, step: Steps, name: str | None) -> StateError:
         of = "" if module is None else f" of {shown(module)}"
-        missing = [kind for kind in kinds if kind not in self.header.kinds]
+        missing = [tensor_kind for tensor_kind in kinds if tensor_kind not in self.header.kinds]
         if missing:
             why = f"recorded: {', '.join(self.header.kinds)}"
         elif not self.steps:
             why = f"no step was recorded yet, of {self.num_steps} taken"
         elif name is not None:
-            held = {e.name for s in self.steps for e in s.tensors if e.kind in kinds}
-            why = f"no tensor has the name {shown(name)}; there are {some_of(sorted(held))}"
+            names = {e.name for s in self.steps for e in s.tensors if e.kind in kinds}
+            why = f"no tensor has the name {shown(name)}; there are {some_of(sorted(names))}"
         elif isinstance(step, int):
-            (found,) = self._chosen(step)
-            why = f"step {step} {'was skipped' if found.skipped else 'had none'}"
+            (recorded,) = self._chosen(step)
+            why = f"step {step} {'was skipped' if recorded.skipped else 'had none'}"
         else:
             why = "no recorded step called it" if module is not None else "no recorded step had any"
         return StateError(f"there are no {' and no '.join(kinds)}{of}", why=why)
@@ -533,7 +535,7 @@ def _step_line(step: RecordedStep) -> str:
 def _tensor(recorded: RecordedTensor) -> dict[str, Any]:
     numbers, histogram, lost = recorded.histogram.numbers, recorded.histogram, recorded.swallowed
     counts, powers = (
-        {str(FIRST + place): count for place, count in enumerate(numbers[start : start + BINS]) if count}
+        {str(FIRST + index): count for index, count in enumerate(numbers[start : start + BINS]) if count}
         for start in (0, BINS)
     )
     return {
@@ -583,17 +585,19 @@ def _header(line: dict[str, Any]) -> EvidenceHeader:
 
 
 def _step(line: dict[str, Any]) -> RecordedStep:
-    step: RecordedStep = made_of(RecordedStep, line | {"tensors": [each | _taken(each) for each in line["tensors"]]})
+    step: RecordedStep = made_of(
+        RecordedStep, line | {"tensors": [tensor | _pop_histogram(tensor) for tensor in line["tensors"]]}
+    )
     return step
 
 
-def _taken(line: dict[str, Any]) -> dict[str, ExponentHistogram]:
-    """Take a tensor's counts out of its line, and return the histogram of them."""
+def _pop_histogram(line: dict[str, Any]) -> dict[str, ExponentHistogram]:
+    """Remove a tensor's counts from its line of JSON, and return them as a histogram."""
     numbers = [0] * ROW
     for start, name in ((0, "counts"), (BINS, "powers")):
         for exponent, count in line.pop(name).items():
             numbers[start + int(exponent) - FIRST] = count
-    for place, name in ((ZEROS, "zeros"), (INFS, "infs"), (NANS, "nans")):
-        numbers[place] = line.pop(name)
+    for index, name in ((ZEROS, "zeros"), (INFS, "infs"), (NANS, "nans")):
+        numbers[index] = line.pop(name)
     numbers[LARGEST] = int(torch.tensor(line.pop("max_abs"), dtype=torch.float32).view(torch.int32))
     return {"histogram": ExponentHistogram(torch.tensor(numbers, dtype=torch.int64))}

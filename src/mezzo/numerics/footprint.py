@@ -66,7 +66,7 @@ def state_bytes(model: nn.Module, *optimizers: Optimizer) -> StateBytes:
         weights=_fresh_bytes([*params, *model.buffers()], seen),
         gradients=_fresh_bytes((param.grad for param in params if param.grad is not None), seen),
         remainders=remainders,
-        optimizer=_fresh_bytes(tensors([each.state for each in optimizers]), seen),
+        optimizer=_fresh_bytes(tensors([optimizer.state for optimizer in optimizers]), seen),
     )
 
 
@@ -110,9 +110,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
         return tensor
 
 
-def _fresh_bytes(each: Iterable[Tensor], seen: set[int]) -> int:
+def _fresh_bytes(values: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
-    for tensor in in_memory(each):
+    for tensor in in_memory(values):
         size, address = tensor.untyped_storage().nbytes(), _ADDRESS(tensor)
         if size and address not in seen:
             seen.add(address)

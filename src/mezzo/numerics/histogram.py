@@ -49,8 +49,8 @@ class ExponentHistogram:
     _numbers: list[int] | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
-        held = [exponent for exponent in range(FIRST, FIRST + BINS) if self.count(exponent)]
-        binades = f"2^{held[0]} to 2^{held[-1]}, " if held else ""
+        exponents = [exponent for exponent in range(FIRST, FIRST + BINS) if self.count(exponent)]
+        binades = f"2^{exponents[0]} to 2^{exponents[-1]}, " if exponents else ""
         return (
             f"ExponentHistogram({self.total} values, {binades}max_abs={self.max_abs:.6g}, zeros={self.zeros}, "
             f"infs={self.infs}, nans={self.nans})"
@@ -67,8 +67,8 @@ class ExponentHistogram:
             ExponentHistogram(6 values, 2^0 to 2^4, max_abs=16, zeros=0, infs=0, nans=0)
         """
         total = torch.zeros(ROW, dtype=torch.int64)
-        for each in histograms:
-            move_row(torch.tensor(each.numbers), total)
+        for histogram in histograms:
+            move_row(torch.tensor(histogram.numbers), total)
         return cls(total)
 
     @property
@@ -80,8 +80,8 @@ class ExponentHistogram:
 
     def count(self, exponent: int) -> int:
         """Return how many values have ``floor(log2|x|) == exponent``; 0 outside of −149 to 127."""
-        place = exponent - FIRST
-        return self.numbers[place] + self.numbers[BINS + place] if 0 <= place < BINS else 0
+        index = exponent - FIRST
+        return self.numbers[index] + self.numbers[BINS + index] if 0 <= index < BINS else 0
 
     @property
     def zeros(self) -> int:
@@ -187,12 +187,12 @@ class ExponentHistogram:
         if limit < math.ldexp(1.0, FIRST):
             return 0, True
         fraction, exponent = math.frexp(limit)
-        place = exponent - 1 - FIRST  # that of the limit's bin, at most that of the largest value
+        index = exponent - 1 - FIRST  # that of the limit's bin, at most that of the largest value
         between, powers = self.numbers[:BINS], self.numbers[BINS : 2 * BINS]
-        count = sum(between[:place]) + sum(powers[:place])
+        count = sum(between[:index]) + sum(powers[:index])
         if fraction == 0.5:
-            return count + (powers[place] if hit else 0), True
-        return count + powers[place] + round(between[place] * (2.0 * fraction - 1.0)), not between[place]
+            return count + (powers[index] if hit else 0), True
+        return count + powers[index] + round(between[index] * (2.0 * fraction - 1.0)), not between[index]
 
 
 def standing_alone(format: str | torch.dtype | Format) -> Format:
@@ -236,9 +236,9 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
         dense = "torch.view_as_real(tensor).float()" if tensor.is_complex() else "tensor.float()"
         if tensor.layout != torch.strided:
             dense = f"tensor.{'coalesce().' * (tensor.layout == torch.sparse_coo)}values()"
-        kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+        unusable = tensor.dtype if tensor.layout == torch.strided else tensor.layout
         raise PolicyError(
-            f"{dtype_name(kind)} tensors have no histogram of exponents",
+            f"{dtype_name(unusable)} tensors have no histogram of exponents",
             where=f"tensor of shape {tuple(tensor.shape)} on {tensor.device}",
             why=f"it takes dense {', '.join(map(dtype_name, COUNTABLE))}",
             write=f"exponent_histogram({dense})",

@@ -113,7 +113,7 @@ class OutputHook(OwnHook):
 
     @compiled_inside_alone
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Count, but in passes that no backward pass can follow."""
+        """Count what a module returns, except where no backward pass can follow."""
         if not torch.is_grad_enabled():
             return None
         if torch.compiler.is_compiling() or self._watch.is_captured:
@@ -121,9 +121,9 @@ class OutputHook(OwnHook):
         if self._watch.is_counting and not is_watched():
             self._watch.called.add(self.path)
             with DisableTorchFunction():
-                for place, tensor in each_tensor(output):
+                for position, tensor in each_tensor(output):
                     if is_countable(tensor) and tensor.numel():
-                        self._called(tensor, _number_of(f"output{place}"))
+                        self._called(tensor, _number_of(f"output{position}"))
         return None
 
     def make_ready(self) -> None:
@@ -137,21 +137,21 @@ class OutputHook(OwnHook):
         yield from self._in_graphs
 
     def _traced(self, output: Any) -> Any:
-        """Count in a graph."""
+        """Count what a module returns inside a graph."""
         has_hooks = TRACES_HOOKS or self._watch.is_captured
         unused = iter(self._in_graphs)
         through: list[Tensor] = []
-        for place, tensor in each_tensor(output):
+        for position, tensor in each_tensor(output):
             if self._is_plain(tensor) and (counts := next(unused, None)) is not None:
-                name = _number_of(f"output{place}")
-                apart = self._take(tensor, counts, name, observe_once)
+                name = _number_of(f"output{position}")
+                apart = self._count_values(tensor, counts, name, observe_once)
                 if tensor.requires_grad and (self._watch.has_gradients or apart is not None):
                     if has_hooks:
                         tensor.register_hook(partial(counts.arrived, name, apart))  # type: ignore[no-untyped-call]
                     else:
                         moved = () if apart is None else (apart, counts.values)
-                        given = counts.gradient, counts.flag, counts.factor, *moved
-                        tensor = _Arrival.apply(tensor, name, *given)  # type: ignore[no-untyped-call]
+                        operands = counts.gradient, counts.flag, counts.factor, *moved
+                        tensor = _Arrival.apply(tensor, name, *operands)  # type: ignore[no-untyped-call]
             through.append(tensor)
         if has_hooks:
             return None
@@ -165,16 +165,18 @@ class OutputHook(OwnHook):
         return is_known and (torch.compiler.is_compiling() or is_countable(tensor))
 
     def _called(self, tensor: Tensor, name: int) -> None:
-        """Count in eager mode."""
+        """Count one output in eager mode."""
         key = name, tensor.device
         if (counts := self._by_name.get(key)) is None:
             counts = self._by_name[key] = OutputCounts(self._watch, tensor.device)
-        apart = self._take(tensor, counts, name, count)
+        apart = self._count_values(tensor, counts, name, count)
         if tensor.requires_grad and (self._watch.has_gradients or apart is not None):
             hook = OwnHook(partial(self._arrived, counts, name, apart, self._watch.step))
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _take(self, tensor: Tensor, counts: OutputCounts, name: int, at_once: Callable[..., None]) -> Tensor | None:
+    def _count_values(
+        self, tensor: Tensor, counts: OutputCounts, name: int, at_once: Callable[..., None]
+    ) -> Tensor | None:
         """Count values at once, or return the row in which they are counted apart."""
         watch = self._watch
         if not watch.has_values:
@@ -213,7 +215,7 @@ class OutputWatch:
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
 
     Attributes:
-        model: What trains.
+        model: The model that trains.
         factor: As given.
         has_values: Whether activations are counted.
         has_gradients: Whether their gradients are.
@@ -229,7 +231,9 @@ class OutputWatch:
         self, subject: Subject, kinds: Collection[str], width: int, factor: Callable[[], Tensor | None]
     ) -> None:
         self.model, self.factor = subject.model, factor
-        self.has_values, self.has_gradients = (kind in kinds for kind in ("activations", "activation_gradients"))
+        self.has_values, self.has_gradients = (
+            tensor_kind in kinds for tensor_kind in ("activations", "activation_gradients")
+        )
         self.is_counting, self.step, self.called = False, 0, set[str]()
         self.keeps_hooks, self.is_captured, self._width = False, False, width
         self.params: dict[Tensor, Tensor] = {}
@@ -272,7 +276,7 @@ class OutputWatch:
         self.keeps_hooks = True
 
     def start(self) -> None:
-        """Count from here on, anew."""
+        """Start counting a step, from zero."""
         self.is_counting, self.step = True, self.step + 1
         self.called.clear()
         if self._hooks and is_imported() and not self._guards:
@@ -280,55 +284,57 @@ class OutputWatch:
             self._guards = True
         if self.keeps_hooks or is_imported():
             self._make_ready()
-        rows = [row for hook in self._hooks.values() for each in hook.counts() for row in (each.values, each.gradient)]
+        rows = [
+            row for hook in self._hooks.values() for counts in hook.counts() for row in (counts.values, counts.gradient)
+        ]
         if rows := [*rows, *self.params.values()]:
             foreach_zero_(rows)
         for flag, _ in self._shared.values():
             flag.fill_(1)
-        self.take_factor()
-        self._put_on()
+        self.update_factors()
+        self._add_hooks()
 
     def _make_ready(self) -> None:
         for hook in self._hooks.values():
             hook.make_ready()
 
-    def _put_on(self) -> None:
+    def _add_hooks(self) -> None:
         if not self._handles:
             self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self.is_counting = False
         for flag, _ in self._shared.values():
             flag.zero_()
         if not self.keeps_hooks:
-            self._take_off()
+            self._remove_hooks()
 
     def remove(self) -> None:
-        """Take all hooks off for good."""
-        self._take_off()
+        """Remove all hooks for good."""
+        self._remove_hooks()
         if self._guards:
             leave_hooks()
         self._guards = False
 
-    def _take_off(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def take_factor(self) -> None:
-        """Let graphs know by what to multiply the gradients that come now. No host sync."""
-        for _, known in self._shared.values() if self.is_captured or (self.is_counting and is_imported()) else ():
+    def update_factors(self) -> None:
+        """Write into the memory of graphs by what they multiply the gradients that come now. No host sync."""
+        for _, shared in self._shared.values() if self.is_captured or (self.is_counting and is_imported()) else ():
             factor = self.factor()
-            memory = known.data  # a graph has it from the forward pass, and torch would refuse what was written since
-            memory.fill_(1.0) if factor is None else memory.copy_(factor, non_blocking=known.device.type != "cpu")
+            memory = shared.data  # a graph has it from the forward pass, and torch would refuse what was written since
+            memory.fill_(1.0) if factor is None else memory.copy_(factor, non_blocking=shared.device.type != "cpu")
 
     def capture(self) -> None:
         """Count in what runs from here on as in a graph, with hooks, rows and flags that stay."""
         if not self.keeps_hooks:
             self.keep_hooks()
             self._make_ready()
-            self._put_on()
+            self._add_hooks()
         self.is_captured = True
 
     def count_gradient(self, param: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
@@ -338,18 +344,18 @@ class OutputWatch:
             row = self.params[param] = self.new_row(gradient.device)
         count(gradient, row, self.of_device(gradient.device)[0], factor)
 
-    def take_all(self, tally: Tally) -> list[tuple[str, str, int]]:
-        """Hand on all rows, and return of each its kind, the path of its module, and its number."""
-        made: list[tuple[str, str, int]] = []
+    def add_rows(self, tally: Tally) -> list[tuple[str, str, int]]:
+        """Add all rows to a tally, and return each one's kind, module path and number."""
+        rows: list[tuple[str, str, int]] = []
         for hook in self._hooks.values():
-            for each in hook.counts():
+            for counts in hook.counts():
                 if self.has_values:
-                    made.append(("activations", hook.path, tally.take(each.values)))
+                    rows.append(("activations", hook.path, tally.append(counts.values)))
                 if self.has_gradients:
-                    made.append(("activation_gradients", hook.path, tally.take(each.gradient)))
-        return made
+                    rows.append(("activation_gradients", hook.path, tally.append(counts.gradient)))
+        return rows
 
-    def counted(self, paths: Iterable[str]) -> None:
-        """Know which modules have counted: hooks stay on where Python has called some of them not."""
+    def keep_hooks_of_graphs(self, paths: Iterable[str]) -> None:
+        """Keep the hooks on from now on if graphs ran modules that Python did not call."""
         if not self.called.issuperset(paths):
             self.keep_hooks()

@@ -1,4 +1,4 @@
-"""What several ranks count of one step: whether all of them record it, and what their counts come to together."""
+"""The counts of several ranks in one step: whether all ranks record it, and the sum of their counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mezzo.numerics.subject import Choices
-from mezzo.numerics.watches import Place
+from mezzo.numerics.watches import TensorKey
 from mezzo.trace.observe import LARGEST
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Attendance:
         about = (choices.subject.modules, choices.every, choices.kinds, choices.formats)
         self._name = f"mezzo recorder {hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"
         self._store: Any = None
-        self._key, self._taken = "", ""  # in it: for this recorder on all ranks, and for those of this rank alone
+        self._key, self._taken = "", ""  # in the store: of this recorder on all ranks, and of this rank alone
         self._is_announced = False
         self._has_warned = False
         self.of_session: Any = None
@@ -53,37 +53,37 @@ class Attendance:
         return self.of_session or self._subject.group()
 
     def announce(self) -> None:
-        """Say that this rank records the coming step."""
+        """Count this rank among those that record the coming step."""
         group = self.group()
         if group is None or self._is_announced:
             return
         if self._store is None:
-            self._store, number, own = group.get_group_store(), 1, f" of rank {group.rank()}"
-            while self._store.add(f"{self._name}, {number}{own}", 1) > 1:  # another one of this rank has it
-                self._store.add(f"{self._name}, {number}{own}", -1)
+            self._store, number, of_rank = group.get_group_store(), 1, f" of rank {group.rank()}"
+            while self._store.add(f"{self._name}, {number}{of_rank}", 1) > 1:  # another recorder of this rank has it
+                self._store.add(f"{self._name}, {number}{of_rank}", -1)
                 number += 1
-            self._key, self._taken = f"{self._name}, {number}", f"{self._name}, {number}{own}"
+            self._key, self._taken = f"{self._name}, {number}", f"{self._name}, {number}{of_rank}"
         self._store.add(self._key, 1)
         self._is_announced = True
 
     def withdraw(self) -> None:
-        """Record the step no more."""
+        """Take this rank out of the count: its step is over."""
         if self._is_announced:
             self._is_announced = False
-            self._leave(self._key)
+            self._subtract(self._key)
 
     def end(self) -> None:
-        """Record no step any more."""
+        """Free this rank's key in the store: it records no more steps."""
         self.withdraw()
         if self._store is not None:
-            self._leave(self._taken)
+            self._subtract(self._taken)
         self._store = None
 
-    def _leave(self, key: str) -> None:
+    def _subtract(self, key: str) -> None:
         with suppress(RuntimeError):  # of a group that is gone
             self._store.add(key, -1)
 
-    def summed(self, counted: dict[Place, Counted]) -> dict[Place, Counted]:
+    def summed(self, counted: dict[TensorKey, Counted]) -> dict[TensorKey, Counted]:
         """Return what all ranks have counted of the step, if all of them record it. One warning says if not."""
         if (group := self.group()) is None:
             return counted
@@ -100,30 +100,32 @@ class Attendance:
         return counted
 
 
-def summed(counted: dict[Place, Counted], group: Any, device: torch.device) -> dict[Place, Counted]:
+def summed(counted: dict[TensorKey, Counted], group: Any, device: torch.device) -> dict[TensorKey, Counted]:
     """Add up what all ranks of a group have counted.
 
     Args:
-        counted: What this one has; others may have counted other tensors.
+        counted: This rank's counts; other ranks may have counted other tensors.
         group: Their process group.
-        device: One that it reduces on.
+        device: A device that the group reduces on.
 
     **Cost**: a reduction, and before it one of the names.
     """
-    known: list[Any] = [None] * group.size()
-    dist.all_gather_object(known, {place: (dtype, len(row)) for place, (dtype, row) in counted.items()}, group=group)
-    every = {place: told for each in known for place, told in each.items()}
+    rows_of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(
+        rows_of_ranks, {key: (dtype, len(row)) for key, (dtype, row) in counted.items()}, group=group
+    )
+    every = {key: shape for rows in rows_of_ranks for key, shape in rows.items()}
     if not every:
         return counted
     width = next(iter(every.values()))[1]
-    table = torch.zeros(len(every), width + len(known), dtype=torch.int64)
-    for number, place in enumerate(every):
-        if place in counted:
-            row = counted[place][1]
+    table = torch.zeros(len(every), width + len(rows_of_ranks), dtype=torch.int64)
+    for number, key in enumerate(every):
+        if key in counted:
+            row = counted[key][1]
             table[number, :width] = row
             table[number, width + group.rank()] = row[LARGEST]  # a column for each rank: a sum keeps all of them
     table = table.to(device)
     dist.all_reduce(table, group=group)
     table = table.cpu()
     table[:, LARGEST] = table[:, width:].max(1).values
-    return {place: (every[place][0], table[number, :width]) for number, place in enumerate(every)}
+    return {key: (every[key][0], table[number, :width]) for number, key in enumerate(every)}

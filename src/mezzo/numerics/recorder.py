@@ -39,9 +39,9 @@ from mezzo.numerics.ranks import Attendance, Counted
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
 from mezzo.numerics.watches import (
     FIELDS,
-    Place,
-    Places,
     Tally,
+    TensorKey,
+    TensorRows,
     WeightWatch,
     is_countable,
     swallowed_of,
@@ -60,21 +60,21 @@ logger = logging.getLogger(__name__)
 #: The kinds that are seen where modules are called.
 OF_PASSES: Final = frozenset(("activations", "activation_gradients"))
 
-# One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.
+# One step that is being recorded, and its two sources: the hooks of a loop without a session, or a session.
 
 
 class Recording:
-    """What is counted of one step.
+    """The counts of one step.
 
     Args:
         choices: What the recorder was asked for.
         scale: What gradients are multiplied by as they arrive.
         outputs: What counts where modules end; ``None`` where that is not asked for, or cannot be.
-        ranks: Those that train the model.
+        ranks: The ranks that train the model.
 
     Attributes:
         ranks: As given.
-        weights: What is told of the parameters.
+        weights: The counts of parameters, their gradients and updates.
         called: The paths of the modules, in the order in which their calls ended, once it is finished.
     """
 
@@ -82,21 +82,21 @@ class Recording:
         self.ranks, self.called = ranks, list[str]()
         self._subject, self._formats, self._outputs = choices.subject, choices.formats, outputs
         self._tally = Tally(FIELDS + len(choices.formats))
-        self._places: Places = {}
+        self._tensor_rows: TensorRows = {}
         self.weights = WeightWatch(
-            choices.subject, choices.kinds, choices.formats, self._tally, self._places, ranks.group
+            choices.subject, choices.kinds, choices.formats, self._tally, self._tensor_rows, ranks.group
         )
         outputs.start()
         self._operands = OperandWatch(choices.subject, choices.kinds, self._tally, scale.factor)
 
     def remove(self) -> None:
-        """Let modules count no more, and listen to products no more."""
+        """Stop counting what modules return, and stop listening to products."""
         self._operands.remove()
         self._outputs.stop()
         self.ranks.withdraw()
 
     def finish(self, step: int, loss_scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> RecordedStep:
-        """Bring everything to the host.
+        """Bring all counts to the host, and return the recorded step.
 
         Args:
             step: The step's number.
@@ -107,63 +107,61 @@ class Recording:
         """
         self.weights.rest()
         flags = [] if isinstance(skipped, bool) else skipped
-        returned = self._outputs.take_all(self._tally)
+        returned = self._outputs.add_rows(self._tally)
         rows, numbers = self._tally.fetch([*loss_scales, *flags, *self._operands.norms])
-        self._take(returned, rows)
+        self._add_returned(returned, rows)
         end = len(loss_scales) + len(flags)
         is_skipped = skipped is True or any(numbers[len(loss_scales) : end])
-        order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
-        own = {place: self._counted(place, rows) for place in self._places} | self._operands.counted(rows)
-        counted = self.ranks.summed(own)
-        tensors = [place for place in counted if place[0] in KINDS]
-        params = {place: number for number, place in enumerate(self._subject.params.values())}
-        places = sorted(tensors, key=lambda place: (KINDS.index(place[0]), order[place[1]], params.get(place[1:], 0)))
+        order = {module.path: index for index, module in enumerate(self._subject.ordered(self.called))}
+        local_counts = {key: self._counted(key, rows) for key in self._tensor_rows} | self._operands.counted(rows)
+        counted = self.ranks.summed(local_counts)
+        tensors = [key for key in counted if key[0] in KINDS]
+        params = {key: number for number, key in enumerate(self._subject.params.values())}
+        keys = sorted(tensors, key=lambda key: (KINDS.index(key[0]), order[key[1]], params.get(key[1:], 0)))
         return RecordedStep(
             step=step,
             loss_scales=tuple(numbers[: len(loss_scales)]),
             skipped=is_skipped,
-            tensors=tuple(
-                self._tensor(place, *counted[place]) for place in places if not (is_skipped and place[0] == "updates")
-            ),
-            operands=self._operands.found(counted, numbers[end:]),
+            tensors=tuple(self._tensor(key, *counted[key]) for key in keys if not (is_skipped and key[0] == "updates")),
+            operands=self._operands.recorded(counted, numbers[end:]),
         )
 
-    def _take(self, returned: Sequence[tuple[str, str, int]], rows: Sequence[Tensor]) -> None:
-        """Take in what modules have returned, and in which order: where only gradients are known, the last is first."""
+    def _add_returned(self, returned: Sequence[tuple[str, str, int]], rows: Sequence[Tensor]) -> None:
+        """Add the rows of what modules returned, and order the calls; of gradients the last to arrive is first."""
         ended: dict[str, int] = {}
-        for kind, path, number in returned:
+        for tensor_kind, path, number in returned:
             if when := int(rows[number][WHEN]):
-                place = kind, path, NAMES[int(rows[number][NAME])]
-                self._places.setdefault(place, (None, []))[1].append(number)
-                when = when if kind == "activations" else -when
+                key = tensor_kind, path, NAMES[int(rows[number][NAME])]
+                self._tensor_rows.setdefault(key, (None, []))[1].append(number)
+                when = when if tensor_kind == "activations" else -when
                 ended[path] = max(when, ended.get(path, when))
         self.called = sorted(ended, key=ended.__getitem__)
-        self._outputs.counted(self.called)
+        self._outputs.keep_hooks_of_graphs(self.called)
 
-    def _counted(self, place: Place, rows: Sequence[Tensor]) -> Counted:
-        """Return the dtype of a tensor, and its row."""
-        dtype, (first, *others) = self._places[place]
-        for number in others:
+    def _counted(self, key: TensorKey, rows: Sequence[Tensor]) -> Counted:
+        """Return the dtype of a tensor, and the sum of its rows."""
+        dtype, (first, *rest) = self._tensor_rows[key]
+        for number in rest:
             move_row(rows[number], rows[first])
         return dtype or dtype_name(COUNTABLE[int(rows[first][DTYPE]) - 1]), rows[first]
 
-    def _tensor(self, place: Place, dtype: str, row: Tensor) -> RecordedTensor:
-        kind, module, name = place
+    def _tensor(self, key: TensorKey, dtype: str, row: Tensor) -> RecordedTensor:
+        tensor_kind, module, name = key
         return RecordedTensor(
-            kind=kind,
+            kind=tensor_kind,
             module=module,
             name=name,
             dtype=dtype,
             histogram=ExponentHistogram(row[:ROW]),
-            swallowed=swallowed_of(row[WIDTH:].tolist(), self._formats) if kind == "updates" else None,
+            swallowed=swallowed_of(row[WIDTH:].tolist(), self._formats) if tensor_kind == "updates" else None,
         )
 
 
 class PlainLoop:
-    """Follows one step of a loop without a session: gradients as they are accumulated, steps of the optimizers.
+    """One step of a loop without a session: gradients as they are accumulated, steps of the optimizers.
 
     Args:
-        recording: What is told.
+        recording: Gets the gradients and steps.
         choices: What the recorder was asked for.
         scale: What gradients are multiplied by as they arrive.
 
@@ -188,11 +186,11 @@ class PlainLoop:
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
             )
-        if any(map(is_distributed, choices.subject.params)):  # whose gradients nothing tells of
+        if any(map(is_distributed, choices.subject.params)):  # no hook runs for their gradients
             recording.ranks.announce()
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -222,7 +220,7 @@ class PlainLoop:
         if isinstance(found_inf, Tensor):
             self._flags.append(found_inf.detach().reshape(()).clone())
         updated = updated_by(optimizer)
-        for param in filter(is_distributed, updated):  # whose gradients fully_shard puts there
+        for param in filter(is_distributed, updated):  # fully_shard sets their gradients without a hook
             if param.grad is not None:
                 self._recording.weights.gradient(param, param.grad, self._scale.factor())
         self._recording.weights.before(updated)
@@ -233,21 +231,21 @@ class PlainLoop:
 
 
 class RecordedRun:
-    """A run: how far it is, the step that is recorded now, and what was recorded before. It alone owns them.
+    """A run: its number of steps, the step that is recorded now, and the recorded ones.
 
     Args:
         choices: What the recorder was asked for.
-        loss_scale: What it was told of it.
+        loss_scale: The loss scale of a loop without a session, as the user gave it.
         keep: How many recorded steps are kept in memory; ``None`` keeps all.
         stream: The file that each recorded step is written to at once.
 
     Attributes:
         choices: As given.
         scale: The loss scale.
-        ranks: Those that train the model.
-        outputs: What counts where modules end.
-        policy: That of the first session that updates the model; ``None`` as long as there is none.
-        recording: What is told of the step; ``None`` where it is not recorded.
+        ranks: The ranks that train the model.
+        outputs: The hooks that count what modules return.
+        policy: The policy of the first session that updates the model; ``None`` before there is one.
+        recording: The counts of the current step; ``None`` where it is not recorded.
         taken: How many steps there were.
         steps: What was recorded of them.
     """
@@ -258,7 +256,7 @@ class RecordedRun:
         self.ranks = Attendance(choices)
         kinds = OF_PASSES.intersection(choices.kinds)
         if kinds and (scripted := choices.subject.scripted()) is not None:
-            _say_hidden(scripted, choices.kinds)
+            _warn_of_scripted(scripted, choices.kinds)
             kinds = frozenset()
         self.outputs = OutputWatch(choices.subject, kinds, WIDTH + FIELDS + len(choices.formats), self.scale.factor)
         self.policy: Policy | None = None
@@ -273,9 +271,9 @@ class RecordedRun:
         return f"Recorder({model}, every={self.choices.every}: {self.taken} steps, {len(self.steps)} recorded)"
 
     def open(self) -> None:
-        """Record the first step."""
+        """Open the stream, and start recording the first step."""
         try:
-            self._arm()
+            self._start_recording()
             if self._stream is not None:
                 self._lines = self._stream.open("w", encoding="utf-8")
         except BaseException:
@@ -283,27 +281,32 @@ class RecordedRun:
             raise
 
     def close(self) -> None:
-        """Record no more, and leave nothing on the model."""
-        self._disarm()
+        """Stop recording, and remove every hook from the model."""
+        self._stop_recording()
         self.outputs.remove()
         self.ranks.end()
         if self._lines is not None:
             self._lines.close()
 
-    def joined(self, policy: Policy, group: Any) -> None:
-        """Have a session tell of the steps: with which policy, and the ranks that it steps with; ``None`` for one."""
-        self.policy, self.ranks.of_session = self.policy or policy, group
-        self._leave_loop()
+    def join_session(self, policy: Policy, group: Any) -> None:
+        """Count the steps of a session from now on, and no longer those of a loop.
 
-    def looped(self) -> None:
-        """Count a step of a loop; where a session tells of steps, do nothing."""
+        Args:
+            policy: The session's policy.
+            group: The ranks that it steps with; ``None`` for one.
+        """
+        self.policy, self.ranks.of_session = self.policy or policy, group
+        self._remove_loop()
+
+    def count_loop_step(self) -> None:
+        """Count a step of a loop; in a session, which counts its own steps, do nothing."""
         if self.policy is None:
             scale = self.scale.scale() if self._loop is not None else None
             self.advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
 
     @torch.no_grad()
     def advance(self, scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> None:
-        """Count a step, take what was recorded of it, and make ready for the next.
+        """Count a step, store what was recorded of it, and prepare for the next.
 
         Args:
             scales: 0-d: the scale of each loss.
@@ -318,31 +321,31 @@ class RecordedRun:
                 if self._lines is not None:
                     write_step(self._lines, self.header, step)
         finally:
-            self._disarm()
+            self._stop_recording()
         if self.taken % self.choices.every == 0:
-            self._arm()
+            self._start_recording()
 
-    def _arm(self) -> None:
-        self.scale.told(None)  # graphs are told of it as they begin to count
+    def _start_recording(self) -> None:
+        self.scale.reset(None)  # graphs read it when they begin to count
         self.recording = Recording(self.choices, self.scale, self.outputs, self.ranks)
-        self.scale.told(None)  # and a scaler may change it until gradients come
+        self.scale.reset(None)  # a scaler may change it until gradients come
         if self.policy is None:
             self._loop = PlainLoop(self.recording, self.choices, self.scale)
 
-    def _disarm(self) -> None:
+    def _stop_recording(self) -> None:
         if self.recording is not None:
             self.recording.remove()
         self.recording = None
-        self._leave_loop()
+        self._remove_loop()
 
-    def _leave_loop(self) -> None:
+    def _remove_loop(self) -> None:
         if self._loop is not None:
             self._loop.remove()
         self._loop = None
 
     @property
     def header(self) -> EvidenceHeader:
-        """What is said of the run."""
+        """The first line of the evidence: what was recorded of which model, under which policy."""
         mode = "given" if self.scale.is_given else "none"
         return EvidenceHeader(
             mezzo=mezzo.__version__,
@@ -352,13 +355,13 @@ class RecordedRun:
             loss_scale=mode if self.policy is None else self.policy.loss_scale.mode,
             every=self.choices.every,
             kinds=tuple(self.choices.kinds),
-            formats=tuple(each.name for each in self.choices.formats),
+            formats=tuple(target.name for target in self.choices.formats),
             modules=self.choices.subject.ordered(self._called),
         )
 
 
-def _say_hidden(where: str, kinds: Sequence[str]) -> None:
-    """Say that activations are inside scripted code; where nothing else was asked for, refuse."""
+def _warn_of_scripted(where: str, kinds: Sequence[str]) -> None:
+    """Warn that activations are inside scripted code; refuse where nothing else was asked for."""
     if OF_PASSES.issuperset(kinds):
         raise unseen(where)
     logger.warning(
@@ -367,16 +370,16 @@ def _say_hidden(where: str, kinds: Sequence[str]) -> None:
     )  # fmt: skip
 
 
-class SessionSide:
-    """What sessions tell of a run, while it is recorded: a :class:`mezzo.session.observers.GraphObserver`.
+class SessionSource:
+    """The steps of sessions, as an observer of theirs: a :class:`mezzo.session.observers.GraphObserver`.
 
     Args:
-        run: What is told.
+        run: Gets the steps.
     """
 
     def __init__(self, run: RecordedRun) -> None:
         self._run = run
-        self._ours: list[Watched] = []
+        self._sessions: list[Watched] = []
         self._stepping: Watched | None = None
         self._moved: set[Tensor] = set()
         self._captured: Step | None = None  # the step of the last call that ran Python, whose tensors a replay writes
@@ -385,16 +388,16 @@ class SessionSide:
         return repr(self._run)
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
-        """Know of a session that updates the model, and take the scale of the gradients that are about to come."""
+        """Join a session that updates the model, and read the scale of the gradients that are about to come."""
         self._join(engine)
-        self._run.scale.told(scale)
-        self._run.outputs.take_factor()
+        self._run.scale.reset(scale)
+        self._run.outputs.update_factors()
         if self._run.recording is not None:
             self._run.ranks.announce()
 
     def _join(self, engine: Watched) -> None:
-        """Know of a session that updates the model."""
-        if engine not in self._ours and self._updated(engine):
+        """Join a session if it updates the model."""
+        if engine not in self._sessions and self._updated(engine):
             if self._run.scale.is_given:
                 raise PolicyError(
                     "a recorder in a session is not given a loss scale",
@@ -402,13 +405,13 @@ class SessionSide:
                     why="the session knows which scale its gradients carry",
                     write="Recorder(model, optimizer), without loss_scale=",
                 )
-            self._ours.append(engine)
-            self._run.joined(engine.weights.policy, engine.ranks.group if engine.ranks.size > 1 else None)
+            self._sessions.append(engine)
+            self._run.join_session(engine.weights.policy, engine.ranks.group if engine.ranks.size > 1 else None)
 
     def enters(self, engine: Watched) -> None:
-        """Count the weights that a captured step is about to move: outside of its graph, where each replay would."""
+        """Count the weights that a captured step is about to move: here, since its graph would count at each replay."""
         self._join(engine)
-        if engine not in self._ours:
+        if engine not in self._sessions:
             return
         self._run.outputs.capture()
         if self._run.recording is not None:
@@ -417,25 +420,25 @@ class SessionSide:
                 self._run.recording.weights.before(self._updated(engine))
 
     def leaves(self, engine: Watched, is_done: bool) -> None:
-        """Count the updates of a captured step, and take in what its graph has counted."""
-        if engine not in self._ours:
+        """Count the updates of a captured step, and add what its graph has counted."""
+        if engine not in self._sessions:
             return
         self._run.outputs.is_captured = False
         recording, step = self._run.recording, self._captured
         if recording is not None and not is_done:
-            recording.weights.keep(())
+            recording.weights.drop_unmoved(())
         if not is_done or step is None:
             return
         if recording is not None:
             with torch.no_grad():
                 for param, row in self._run.outputs.params.items():
-                    recording.weights.counted(param, row)
+                    recording.weights.add_row(param, row)
                 recording.weights.after()
         self._end(engine, step)
 
     def judged(self, engine: Watched, judged: Judged) -> None:
         """Count the weights that a step is about to move, and the gradients that it takes."""
-        if engine not in self._ours:
+        if engine not in self._sessions:
             return
         updated, recording = self._updated(engine), self._run.recording
         factor = None if judged.scale is None else inverse(judged.scale)
@@ -452,17 +455,17 @@ class SessionSide:
             return
         if is_first:
             recording.weights.before(self._moved)
-        recording.weights.keep(self._moved)
+        recording.weights.drop_unmoved(self._moved)
         for param, gradient in taken:
             recording.weights.gradient(param, gradient, factor)
 
     def stepped(self, engine: Watched, step: Step) -> None:
         """Count the updates, once the step is done."""
         if engine.is_captured:
-            self._captured = step if engine in self._ours else self._captured
+            self._captured = step if engine in self._sessions else self._captured
             return
-        is_ours, self._stepping = engine is self._stepping and bool(self._moved), None
-        if not is_ours:
+        is_session, self._stepping = engine is self._stepping and bool(self._moved), None
+        if not is_session:
             return
         if self._run.recording is not None:
             self._run.recording.weights.after()
@@ -476,7 +479,7 @@ class SessionSide:
         """Return the model's parameters that a session's optimizers update, of those that were chosen."""
         own = set(self._run.choices.subject.model.parameters())
         updated = {param for param in engine.weights.updated() if param in own}
-        chosen = [updated_by(each) for each in self._run.choices.optimizers]
+        chosen = [updated_by(optimizer) for optimizer in self._run.choices.optimizers]
         return updated.intersection(set().union(*chosen)) if chosen else updated
 
 
@@ -572,19 +575,19 @@ class Recorder:
                 "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
             )
         self._run.open()
-        self._watching.enter_context(watching(SessionSide(self._run)))
+        self._watching.enter_context(watching(SessionSource(self._run)))
         self._stage = "open"
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watching.close()
         self._run.close()
         self._stage = "ended"
 
     def step(self) -> None:
-        """Say that a step is done, after ``optimizer.step()``; where a session says so by itself, this does nothing.
+        """End a step, after ``optimizer.step()``. In a session, which ends its own steps, this does nothing.
 
         Raises:
             StateError: Outside of the ``with`` block.
@@ -595,7 +598,7 @@ class Recorder:
             raise StateError(
                 "recorder.step() outside of its block", write="with Recorder(model, optimizer) as recorder: …"
             )
-        self._run.looped()
+        self._run.count_loop_step()
 
     # What was recorded ---------------------------------------------------------------------------------
 
@@ -617,7 +620,7 @@ class Recorder:
         return self.evidence.swallowed(module, step=step, name=name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is kept in memory to a file that :func:`mezzo.numerics.read_evidence` reads.
+        """Write the steps that are in memory to a file that :func:`mezzo.numerics.read_evidence` reads.
 
         Raises:
             OSError: It cannot be written.

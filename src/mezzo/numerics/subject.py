@@ -141,8 +141,8 @@ class Subject:
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:
         """Return the modules in the order of their first calls; those without come last."""
-        order = {path: place for place, path in enumerate(dict.fromkeys(called))}
-        return tuple(sorted(self.modules, key=lambda each: order.get(each.same_as or each.path, len(order))))
+        order = {path: index for index, path in enumerate(dict.fromkeys(called))}
+        return tuple(sorted(self.modules, key=lambda module: order.get(module.same_as or module.path, len(order))))
 
 
 def unseen(where: str) -> UnsupportedError:
@@ -158,25 +158,27 @@ def unseen(where: str) -> UnsupportedError:
 # Optimizers ---------------------------------------------------------------------------------------------------
 
 
-def given_optimizers(given: Any) -> list[Optimizer]:
+def given_optimizers(optimizer: Any) -> list[Optimizer]:
     """Return the optimizers that a recorder was given.
 
     Args:
-        given: An optimizer, several, or ``None``.
+        optimizer: An optimizer, several, or ``None``.
 
     Raises:
         PolicyError: Anything else.
     """
-    if given is None:
+    if optimizer is None:
         return []
-    found = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else [*given]
-    wrong = [type(each).__name__ for each in found if not isinstance(each, Optimizer)]
-    if wrong or not found:
+    optimizers = (
+        [optimizer] if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable) else [*optimizer]
+    )
+    wrong = [type(value).__name__ for value in optimizers if not isinstance(value, Optimizer)]
+    if wrong or not optimizers:
         raise PolicyError(
             f"a recorder takes a torch.optim.Optimizer, not {wrong[0] if wrong else 'an empty list'}",
             write="Recorder(model, optimizer), and of a torch.amp.GradScaler loss_scale=scaler",
         )
-    return found
+    return optimizers
 
 
 def updated_by(optimizer: Optimizer) -> set[Tensor]:
@@ -223,13 +225,15 @@ class Choices:
         optimizers = tried(given_optimizers, optimizer) or []
         for name, number in (("every", every), ("keep", 1 if keep is None else keep)):
             tried(_require_positive, name, number)
-        found = [tried(standing_alone, each) for each in ([formats] if isinstance(formats, str) else formats)]
-        words = [tried(kind_of, each) for each in ([kinds] if isinstance(kinds, str) else kinds)]
+        found = [tried(standing_alone, name) for name in ([formats] if isinstance(formats, str) else formats)]
+        words = [tried(kind_of, name) for name in ([kinds] if isinstance(kinds, str) else kinds)]
         if not words:
             problems.append(PolicyError("there is nothing to record", why="kinds is empty", write='kinds=("weights",)'))
         if subject is not None:
             own = set(subject.model.parameters())
-            problems += (_foreign(each, subject) for each in optimizers if own.isdisjoint(updated_by(each)))
+            problems += (
+                _foreign(optimizer, subject) for optimizer in optimizers if own.isdisjoint(updated_by(optimizer))
+            )
         raise_together(problems)
         return cls(
             subject=subject,
@@ -258,28 +262,30 @@ class LossScaleNow:
     """The loss scale of the gradients that arrive now.
 
     Args:
-        given: What a loop without a session says of it: its scaler, a number, a tensor, or nothing.
-        device: Where it is wanted.
+        loss_scale: That of a loop without a session: its scaler, a number, a tensor, or ``None``.
+        device: The device of the gradients.
 
     Raises:
-        PolicyError: Something else is given.
+        PolicyError: The loss scale is none of these.
     """
 
-    def __init__(self, given: Any, device: torch.device) -> None:
-        if given is not None and not callable(getattr(given, "scale", None)):
-            is_number = isinstance(given, int | float) and not isinstance(given, bool) and 0.0 < given < math.inf
-            if not is_number and not (isinstance(given, Tensor) and given.numel() == 1):
+    def __init__(self, loss_scale: Any, device: torch.device) -> None:
+        if loss_scale is not None and not callable(getattr(loss_scale, "scale", None)):
+            is_number = (
+                isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool) and 0.0 < loss_scale < math.inf
+            )
+            if not is_number and not (isinstance(loss_scale, Tensor) and loss_scale.numel() == 1):
                 raise PolicyError(
-                    f"the loss scale is {shown(given)}, not a positive finite number",
+                    f"the loss scale is {shown(loss_scale)}, not a positive finite number",
                     write="loss_scale=scaler, a torch.amp.GradScaler; or loss_scale=1024.0",
                 )
-        self.is_given = given is not None
-        self._given, self._device = given, device
+        self.is_given = loss_scale is not None
+        self._given, self._device = loss_scale, device
         self._scale: Tensor | None = None
         self._factor: Tensor | None = None
 
-    def told(self, scale: Tensor | None) -> None:
-        """Take the scale of a session's gradients that are about to come; ``None`` for none, or to ask anew."""
+    def reset(self, scale: Tensor | None) -> None:
+        """Set the scale of the gradients that a session makes next; ``None`` for none, or to read the user's again."""
         self._scale, self._factor = scale, None
 
     def factor(self) -> Tensor | None:

@@ -66,8 +66,10 @@ def count_moves(moves: Iterable[Move], formats: Sequence[Format]) -> None:
     size = 0
     for move in moves:
         most = _MOVES_ON_CPU if move.weight.device.type == "cpu" else _MOVES_ON_GPU
-        known = torch.zeros_like(move.update) if move.gradient is None else move.gradient
-        for weight, update, gradient in zip(*(torch.split(each, most) for each in (*move[:2], known)), strict=True):
+        gradients = torch.zeros_like(move.update) if move.gradient is None else move.gradient
+        for weight, update, gradient in zip(
+            *(torch.split(tensor, most) for tensor in (*move[:2], gradients)), strict=True
+        ):
             if batch and size + weight.numel() > most:
                 _count(batch, formats)
                 batch, size = [], 0
@@ -87,7 +89,7 @@ def _count(batch: Sequence[Move], formats: Sequence[Format]) -> None:
 
 
 def _masks(weight: Tensor, update: Tensor, formats: Sequence[Format]) -> list[Tensor]:
-    """Say of each element whether it is updated, whether its weight is beyond, and which formats swallow it."""
+    """Return masks of the elements: updated ones, those whose weight is beyond, and those that each format swallows."""
     moves, size = update != 0, update.abs()
     masks = [moves, moves & (weight.abs() >= BEYOND * size)]
     twice = size * 2
@@ -151,7 +153,7 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
         )
     row = torch.zeros(FIELDS + 1, dtype=torch.int64, device=weight.device)
     wide = torch.float64 if torch.float64 in (weight.dtype, update.dtype) else torch.float32
-    pairs = zip(*(torch.split(each.detach().reshape(-1), _CHUNK) for each in (weight, update)), strict=True)
+    pairs = zip(*(torch.split(tensor.detach().reshape(-1), _CHUNK) for tensor in (weight, update)), strict=True)
     count_moves((Move(stored.to(wide), change.to(wide), None, row) for stored, change in pairs), [target])
     updated, *_, lost = row.tolist()
     return lost / updated if updated else math.nan
@@ -205,21 +207,21 @@ class Tally:
         self._flags: dict[torch.device, Tensor] = {}
 
     def row(self, device: torch.device) -> int:
-        """Take a row of zeros on a device, and return its number."""
+        """Add a row of zeros on a device, and return its number."""
         free = self._free.get(device)
         if not free:
             free = self._free[device] = [
                 *reversed(torch.zeros((_TOGETHER, self.width), dtype=torch.int64, device=device).unbind())
             ]
-        return self.take(free.pop())
+        return self.append(free.pop())
 
-    def take(self, row: Tensor) -> int:
-        """Take in a row in which something else counts, and return its number."""
+    def append(self, row: Tensor) -> int:
+        """Add a row that a hook or a graph counts in, and return its number."""
         self._rows.append(row)
         return len(self._rows) - 1
 
-    def beside(self, number: int) -> Tensor:
-        """Return what a row holds behind what was counted."""
+    def extra(self, number: int) -> Tensor:
+        """Return the numbers of a row behind its histogram."""
         return self._rows[number][WIDTH:]
 
     def count(self, tensor: Tensor, factor: Tensor | None = None, number: int | None = None) -> int:
@@ -250,28 +252,28 @@ class Tally:
 
         **Cost**: one transfer from each device that holds any.
         """
-        found: list[Tensor] = [torch.empty(0)] * len(self._rows)
+        host_rows: list[Tensor] = [torch.empty(0)] * len(self._rows)
         read: list[float] = [0.0] * len(numbers)
         devices = dict.fromkeys([*(row.device for row in self._rows), *(number.device for number in numbers)])
         for device in devices:
-            rows = [place for place, row in enumerate(self._rows) if row.device == device]
-            beside = [place for place, number in enumerate(numbers) if number.device == device]
-            parts = [self._rows[place] for place in rows]
+            rows = [index for index, row in enumerate(self._rows) if row.device == device]
+            scalars = [index for index, number in enumerate(numbers) if number.device == device]
+            parts = [self._rows[index] for index in rows]
             # As bits, so that everything travels in one tensor.
-            parts += [numbers[place].detach().reshape(1).float().view(torch.int32).long() for place in beside]
+            parts += [numbers[index].detach().reshape(1).float().view(torch.int32).long() for index in scalars]
             host = torch.cat(parts).cpu()
             end = len(rows) * self.width
-            for place, row in zip(rows, host[:end].view(len(rows), self.width), strict=True):
-                found[place] = row
-            for place, bits in zip(beside, host[end:].int().view(torch.float32).tolist(), strict=True):
-                read[place] = bits
-        return found, read
+            for index, row in zip(rows, host[:end].view(len(rows), self.width), strict=True):
+                host_rows[index] = row
+            for index, bits in zip(scalars, host[end:].int().view(torch.float32).tolist(), strict=True):
+                read[index] = bits
+        return host_rows, read
 
 
-#: What tells a tensor from others: kind, module and name.
-Place = tuple[str, str, str]
+#: What identifies a recorded tensor: kind, module and name.
+TensorKey = tuple[str, str, str]
 #: The rows of each tensor, with its dtype where that is not the one of what was counted.
-Places = dict[Place, tuple[str | None, list[int]]]
+TensorRows = dict[TensorKey, tuple[str | None, list[int]]]
 
 
 class WeightWatch:
@@ -282,7 +284,7 @@ class WeightWatch:
         kinds: Which of ``weights``, ``weight_gradients`` and ``updates``.
         formats: The storage formats that updates are rounded to.
         tally: What counts.
-        places: What is told of the rows.
+        tensor_rows: Gets the rows of each tensor.
         group: Returns the ranks whose counts are added up; ``None`` for this one's.
     """
 
@@ -292,12 +294,12 @@ class WeightWatch:
         kinds: Iterable[str],
         formats: Sequence[Format],
         tally: Tally,
-        places: Places,
+        tensor_rows: TensorRows,
         group: Callable[[], Any],
     ) -> None:
         self._group = group
         self._subject, self._kinds, self._formats = subject, frozenset(kinds), formats
-        self._tally, self._places = tally, places
+        self._tally, self._tensor_rows = tally, tensor_rows
         self._before: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
         self._gradients: dict[Tensor, Tensor] = {}
 
@@ -305,27 +307,27 @@ class WeightWatch:
         """Count the weights that a step may move, and copy them.
 
         Args:
-            updated: The parameters that the step is one of.
+            updated: The parameters that the step updates.
         """
-        mine = filter(self._is_mine, self._subject.params)
+        mine = filter(self._counts_here, self._subject.params)
         moving = (param for param in mine if param.requires_grad and param in updated)
         for param, value in _values(moving):
             if "weights" in self._kinds:
-                self._put("weights", param, None, self._tally.count(value))
+                self._set_row("weights", param, None, self._tally.count(value))
             if "updates" in self._kinds:
                 self._before[param] = value.to(torch.float32, copy=True), value.dtype
 
-    def keep(self, moved: Container[Tensor]) -> None:
-        """Let go of the copies of parameters that the step is not one of after all."""
+    def drop_unmoved(self, moved: Container[Tensor]) -> None:
+        """Drop the copies of parameters that the step does not move after all."""
         self._before = {param: before for param, before in self._before.items() if param in moved}
 
     def rest(self) -> None:
         """Count the weights that no step has moved."""
-        places = self._subject.params if "weights" in self._kinds else {}
-        others = [param for param, place in places.items() if ("weights", *place) not in self._places]
-        others = [*filter(self._is_mine, others)]
-        for param, value in _values(others):
-            self._put("weights", param, None, self._tally.count(value))
+        params = self._subject.params if "weights" in self._kinds else {}
+        unmoved = [param for param, name in params.items() if ("weights", *name) not in self._tensor_rows]
+        unmoved = [*filter(self._counts_here, unmoved)]
+        for param, value in _values(unmoved):
+            self._set_row("weights", param, None, self._tally.count(value))
 
     def gradient(self, param: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
         """Count a gradient, instead of an earlier one of the same parameter.
@@ -337,60 +339,63 @@ class WeightWatch:
         """
         if param not in self._subject.params or not is_countable(gradient := local(gradient)):
             return
-        if not self._is_mine(param):
+        if not self._counts_here(param):
             return
         if "updates" in self._kinds:
             self._gradients[param] = gradient
         if "weight_gradients" in self._kinds:
-            _, known = self._places.get(("weight_gradients", *self._subject.params[param]), (None, [None]))
-            self._put("weight_gradients", param, None, self._tally.count(gradient, factor, known[0]))
+            _, earlier = self._tensor_rows.get(("weight_gradients", *self._subject.params[param]), (None, [None]))
+            self._set_row("weight_gradients", param, None, self._tally.count(gradient, factor, earlier[0]))
 
-    def counted(self, param: Tensor, row: Tensor) -> None:
-        """Take in a gradient that was counted in a graph."""
-        self._put("weight_gradients", param, None, self._tally.take(row))
+    def add_row(self, param: Tensor, row: Tensor) -> None:
+        """Add the row of a gradient that was counted in a graph."""
+        self._set_row("weight_gradients", param, None, self._tally.append(row))
 
     def after(self) -> None:
-        """Count the updates of the weights that were copied, and let go of the copies."""
+        """Count the updates of the weights that were copied, and drop the copies."""
         moves = []
         for param, value in _values(self._before):
             before, dtype = self._before[param]
             update = value.float() - before
             row = self._tally.count(update)
-            self._put("updates", param, dtype, row)
+            self._set_row("updates", param, dtype, row)
             gradient = self._gradients.pop(param, None)
             if gradient is not None:
                 is_alike = gradient.shape == update.shape and gradient.layout == torch.strided
                 gradient = gradient.detach().reshape(-1) if is_alike else None
-            moves.append(Move(before.reshape(-1), update.reshape(-1), gradient, self._tally.beside(row)))
+            moves.append(Move(before.reshape(-1), update.reshape(-1), gradient, self._tally.extra(row)))
         self._before.clear()
         for device in dict.fromkeys(move.update.device for move in moves):
             count_moves([move for move in moves if move.update.device == device], self._formats)
 
-    def _is_mine(self, param: Any) -> bool:
-        """Whether this rank counts a parameter, or its shard of it: of ranks that hold the same, the first does."""
+    def _counts_here(self, param: Any) -> bool:
+        """Whether this rank counts a parameter or its shard: of ranks with the same values, the first does."""
         group = self._group()
         if group is None:
             return True
         if not is_distributed(param):
             return bool(group.rank() == 0)
-        places = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
-        return all(number == 0 for placement, number in places if placement.is_replicate())
+        placements = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
+        return all(number == 0 for placement, number in placements if placement.is_replicate())
 
-    def _put(self, kind: str, param: Tensor, dtype: torch.dtype | None, row: int) -> None:
-        self._places[kind, *self._subject.params[param]] = None if dtype is None else dtype_name(dtype), [row]
+    def _set_row(self, tensor_kind: str, param: Tensor, dtype: torch.dtype | None, row: int) -> None:
+        self._tensor_rows[tensor_kind, *self._subject.params[param]] = (
+            None if dtype is None else dtype_name(dtype),
+            [row],
+        )
 
 
 def _values(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters whose values can be counted, each with those that this rank holds."""
+    """Yield each parameter whose values can be counted, with the values that this rank holds."""
     for param in params:
-        held = local(param.detach())
-        value = held.value() if isinstance(held, Halves) else held  # halves are decoded once
+        shard = local(param.detach())
+        value = shard.value() if isinstance(shard, Halves) else shard  # halves are decoded once
         if is_countable(value):
             yield param, value
 
 
 def swallowed_of(numbers: Sequence[int], formats: Sequence[Format]) -> SwallowedUpdates:
-    """Read what :class:`WeightWatch` has put beside the histogram of an update."""
+    """Return what :class:`WeightWatch` counted behind the histogram of an update."""
     updated, beyond, with_gradient, unmoved, *lost = numbers
     return SwallowedUpdates(
         updated=updated,

@@ -53,14 +53,14 @@ def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:
     Raises:
         PolicyError: One message lists everything.
     """
-    kind, problems = type(optimizer), []
+    cls, problems = type(optimizer), []
     for name, value in others.items():
         if name not in _TORCH_ONLY:
-            known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
-            problems.append(PolicyError(f"{kind.__name__} has no argument {name!r}", why=nearest(name, known)))
+            accepted = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            problems.append(PolicyError(f"{cls.__name__} has no argument {name!r}", why=nearest(name, accepted)))
         elif value:  # torch's optimizers have none of them by default
             why, write = _TORCH_ONLY[name]
-            problems.append(PolicyError(f"{kind.__name__} takes no {name}={value!r}", why=why, write=write))
+            problems.append(PolicyError(f"{cls.__name__} takes no {name}={value!r}", why=why, write=write))
     raise_together(problems)
 
 
@@ -158,8 +158,8 @@ def wrong_weights(params: Any) -> Iterator[PolicyError]:
         params: A list of parameters, or of names with parameters; of anything else nothing is said.
     """
     wrong = []
-    for each in params if isinstance(params, (list, tuple)) else ():
-        name, param = each if isinstance(each, tuple) else ("a parameter", each)
+    for entry in params if isinstance(params, (list, tuple)) else ():
+        name, param = entry if isinstance(entry, tuple) else ("a parameter", entry)
         if (
             isinstance(param, Tensor)
             and param.dtype not in CASTABLE
@@ -185,8 +185,8 @@ def in_words(value: Any) -> str:
     """Write a value that a saved state should not have: of a tensor what it is, of a container only that it is one."""
     if isinstance(value, Tensor):
         layout = "" if value.layout == torch.strided else f"{dtype_name(value.layout)} "
-        kind = "quantized " if value.is_quantized else layout
-        return f"a {kind}tensor, {described(value)}{' on meta' if value.is_meta else ''}"
+        word = "quantized " if value.is_quantized else layout
+        return f"a {word}tensor, {described(value)}{' on meta' if value.is_meta else ''}"
     return shown(value) if value is None or isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
 
 
@@ -202,11 +202,11 @@ def changes_nothing(groups: Iterable[Mapping[str, Any]], gradients: Iterable[Ten
     rates = [group.get("lr") for group in groups]
     if any((isinstance(rate, Tensor) and rate.device.type != "cpu") or rate != 0 for rate in rates):
         return False
-    found = list(gradients)
-    changes = any((shard._values() if shard.is_sparse else shard).any() for shard in map(local, found))
-    if not any(map(is_distributed, found)):
+    remaining = list(gradients)
+    changes = any((shard._values() if shard.is_sparse else shard).any() for shard in map(local, remaining))
+    if not any(map(is_distributed, remaining)):
         return not changes
-    return not flags_of_all(torch.tensor([changes], device=found[0].device), found).any()
+    return not flags_of_all(torch.tensor([changes], device=remaining[0].device), remaining).any()
 
 
 class Hypers:

@@ -55,7 +55,7 @@ _PARTS: Final = attrgetter("hi", "lo", "cell.decoded")
 _IS_LENT: Final = attrgetter("cell.is_lent")
 _PARAMS: Final = itemgetter("params")
 #: Of the count of a cohort: its memory, and the version that the last step has left there.
-_MEMORY: Final = attrgetter("count.each")
+_MEMORY: Final = attrgetter("count.counts")
 _NUMBER: Final = attrgetter("count.number")
 _RULE: Final = attrgetter("rule")
 _LEFT: Final = attrgetter("count.version")
@@ -67,30 +67,30 @@ class _Count:
     """How many updates some parameters have had: one number, of which the state of each has a view.
 
     Attributes:
-        each: (parameters,) int64.
+        counts: (parameters,) int64.
         number: The first of them, 0-d.
         version: Of that memory, as the last step has left it: another one tells that a program has written there.
     """
 
-    each: Tensor
+    counts: Tensor
     number: Tensor
     version: int
 
     @classmethod
     def of(cls, number: Tensor | int, size: int, device: torch.device) -> _Count:
         """Count on from a number."""
-        each = torch.empty(size, dtype=torch.int64, device=device)
-        each.copy_(number) if isinstance(number, Tensor) else each.fill_(number)
-        return cls(each, each[0], each._version)
+        tensor = torch.empty(size, dtype=torch.int64, device=device)
+        tensor.copy_(number) if isinstance(number, Tensor) else tensor.fill_(number)
+        return cls(tensor, tensor[0], tensor._version)
 
     def is_whole(self) -> bool:
         """Whether it is one number still."""
-        return self.each._version == self.version
+        return self.counts._version == self.version
 
     def write(self, number: Tensor) -> None:
-        """Let all of them be another number."""
-        self.each.copy_(number)
-        self.version = self.each._version
+        """Set all counts to another number."""
+        self.counts.copy_(number)
+        self.version = self.counts._version
 
 
 @dataclass(slots=True, eq=False)
@@ -99,13 +99,13 @@ class _Ready:
 
     Attributes:
         params: The parameters.
-        places: Theirs among all gradients of a step.
+        indices: Theirs among all gradients of a step.
         update: What updates them.
         is_sharded: Whether they are DTensors.
     """
 
     params: list[Tensor]
-    places: list[int]
+    indices: list[int]
     update: BucketUpdate
     is_sharded: bool
 
@@ -130,31 +130,31 @@ class _Cohort:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stands:
-    """What a step is about, as far as a program may change it from one step to the next and tells nobody.
+class _StepInputs:
+    """What a step reads and a program may change between two steps, without a call that would show it.
 
     Attributes:
         options: Of each group: how many parameters, the options of its rule, and the dtype of moments.
-        every: All parameters.
-        have: Which of them have a gradient.
+        params: All parameters.
+        have_gradients: Which of them have a gradient.
         gradients: These gradients.
-        kinds: What the parameters are that have one: dtypes, shapes, devices.
-        memory: The tensors in which their values lie on this rank, where they are not those themselves.
+        forms: Dtypes, shapes and devices of the parameters that have one.
+        memory: The tensors in which the values of parameters lie on this rank, where these are not parameters.
     """
 
     options: list[tuple[Any, ...]]
-    every: list[Tensor]
-    have: list[bool]
+    params: list[Tensor]
+    have_gradients: list[bool]
     gradients: list[Tensor]
-    kinds: list[Any]
+    forms: list[Any]
     memory: list[Any]
 
 
 class _UpdatePlan:
-    """What steps write, and of what of ``optimizer.state`` it was made: it serves until one of them changes.
+    """What steps write: it holds until a step's inputs, or the entries of ``optimizer.state`` behind it, change.
 
     Args:
-        stands: What it was made for.
+        inputs: What it was made for.
         cohorts: What is updated, by group.
         read: The names that a step reads of the state of each parameter, and other ones that tell of an edit.
         state: The optimizer's.
@@ -162,13 +162,13 @@ class _UpdatePlan:
 
     def __init__(
         self,
-        stands: _Stands,
+        inputs: _StepInputs,
         cohorts: list[_Cohort],
         read: list[tuple[list[Tensor], tuple[str, ...], set[str]]],
         state: Mapping[Any, Any],
     ) -> None:
-        self.stands, self.cohorts = replace(stands, gradients=[]), cohorts
-        self.params = [param for cohort in cohorts for each in cohort.ready for param in each.params]
+        self.inputs, self.cohorts = replace(inputs, gradients=[]), cohorts
+        self.params = [param for cohort in cohorts for arguments in cohort.ready for param in arguments.params]
         self.by_device: dict[torch.device, list[_Cohort]] = {}
         for cohort in cohorts:
             self.by_device.setdefault(cohort.count.number.device, []).append(cohort)
@@ -185,26 +185,26 @@ class _UpdatePlan:
         ]
 
     def _look(self) -> list[Any]:
-        found: list[Any] = []
+        values: list[Any] = []
         for entries, read, _ in self._entries:
-            found += chain.from_iterable(map(read, entries))
-        return found
+            values += chain.from_iterable(map(read, entries))
+        return values
 
-    def serves(self, stands: _Stands, state: Mapping[Any, Any]) -> bool:
-        """Whether what was planned holds for what is there now; loops of C's."""
-        planned = self.stands
+    def serves(self, inputs: _StepInputs, state: Mapping[Any, Any]) -> bool:
+        """Whether the plan holds for these inputs and this state; loops of C's."""
+        planned = self.inputs
         return (
-            stands.options == planned.options
-            and stands.have == planned.have
-            and stands.kinds == planned.kinds
-            and len(stands.memory) == len(planned.memory)
-            and all(map(is_, stands.every, planned.every))
-            and all(map(is_, stands.memory, planned.memory))
+            inputs.options == planned.options
+            and inputs.have_gradients == planned.have_gradients
+            and inputs.forms == planned.forms
+            and len(inputs.memory) == len(planned.memory)
+            and all(map(is_, inputs.params, planned.params))
+            and all(map(is_, inputs.memory, planned.memory))
             and self.is_held(state)
         )
 
     def is_held(self, state: Mapping[Any, Any]) -> bool:
-        """Whether a state holds what this reads and writes: a program may put other things there.
+        """Whether a state holds the tensors that the plan reads and writes: a program may put others there.
 
         **Cost**: loops of C's, 0.3 µs a parameter.
         """
@@ -282,7 +282,7 @@ class OnePassOptimizer(Optimizer):
         super().__setstate__(state)
 
     def _start(self) -> None:
-        """Know nothing yet of what the state is for."""
+        """Set the attributes of an optimizer that has not planned a step."""
         self._plan: _UpdatePlan | None = None
         self._switches = tuple(sorted(RULES[self._rule].options))
         self._counts: dict[int, _Count] = {}  # those of which states have views, by the id of the memory
@@ -304,9 +304,11 @@ class OnePassOptimizer(Optimizer):
             TypeError: A set of parameters, as torch says it.
         """
         params = param_group["params"]
-        given = named({**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))})
-        check_group({**self.defaults, **given})
-        super().add_param_group(given)
+        named_group = named(
+            {**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))}
+        )
+        check_group({**self.defaults, **named_group})
+        super().add_param_group(named_group)
 
     @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -354,7 +356,7 @@ class OnePassOptimizer(Optimizer):
         return loss
 
     def update(self, verdict: Verdict, step: Callable[[], Any] | None = None) -> None:
-        """Take a step, hooks and all, as a verdict says; what :meth:`make_ready` of the same verdict kept is used.
+        """Step by a verdict, with all hooks, using what :meth:`make_ready` of the same verdict has kept.
 
         Args:
             verdict: Of these gradients, as :func:`mezzo.step.verdict.judge` returns it.
@@ -391,14 +393,18 @@ class OnePassOptimizer(Optimizer):
             for cohort in cohorts:
                 cohort.hypers.upload(self.param_groups[cohort.group], self, cohort.group)
                 numbers += cohort.hypers.tensors.values()
-            found = shared(numbers_of_step, (tuple(map(_RULE, cohorts)),), numbers)
-            for cohort, step, scalars in zip(cohorts, found, found[len(cohorts) :], strict=False):
+            results = shared(numbers_of_step, (tuple(map(_RULE, cohorts)),), numbers)
+            for cohort, step, scalars in zip(cohorts, results, results[len(cohorts) :], strict=False):
                 prepared.counts.append((cohort.count, step))
-                for each in cohort.ready:
-                    own: Sequence[Tensor] = [*map(gradients.__getitem__, each.places)]
-                    if each.is_sharded:  # tensor parallelism leaves some as sums not taken yet
-                        own = [local(placed(g, param)) for g, param in zip(own, each.params, strict=True)]
-                    prepared.updates.append((each.update, each.update.ready(own), here, step, scalars))
+                for ready in cohort.ready:
+                    gradients_of_bucket: Sequence[Tensor] = [*map(gradients.__getitem__, ready.indices)]
+                    if ready.is_sharded:  # tensor parallelism leaves some as sums not taken yet
+                        gradients_of_bucket = [
+                            local(placed(g, param)) for g, param in zip(gradients_of_bucket, ready.params, strict=True)
+                        ]
+                    prepared.updates.append(
+                        (ready.update, ready.update.ready(gradients_of_bucket), here, step, scalars)
+                    )
         return prepared
 
     def _write(self, prepared: _Prepared) -> None:
@@ -435,18 +441,18 @@ class OnePassOptimizer(Optimizer):
     # What a step needs, kept from one to the next ------------------------------------------------------
 
     def _planned(self) -> tuple[_UpdatePlan, list[Tensor]]:
-        """Return what a step writes, made anew where something is not as it was, and the gradients.
+        """Return the plan of a step, made anew if an input has changed since the last one, and the gradients.
 
-        What no kernel could update is refused before anything is made.
+        Parameters that no kernel could update are refused before anything is made.
         """
-        stands = self._stands()
+        inputs = self._step_inputs()
         plan = self._plan
-        if plan is None or not plan.serves(stands, self.state):
+        if plan is None or not plan.serves(inputs, self.state):
             del plan
-            plan = self._plan_anew(stands)
-        return plan, stands.gradients
+            plan = self._plan_anew(inputs)
+        return plan, inputs.gradients
 
-    def _stands(self) -> _Stands:
+    def _step_inputs(self) -> _StepInputs:
         groups, every = self.param_groups, []
         lists = [*map(_PARAMS, groups)]
         for params in lists:
@@ -456,40 +462,42 @@ class OnePassOptimizer(Optimizer):
         if not all(have):
             params, gradients = [*compress(every, have)], [*compress(gradients, have)]
         if not _DENSE.issuperset(map(_LAYOUT, gradients)):
-            each = [(number, param.grad) for number, params in enumerate(lists) for param in params]
-            number, sparse = next((n, g) for n, g in each if g is not None and g.layout != torch.strided)
+            pairs = [(number, param.grad) for number, params in enumerate(lists) for param in params]
+            number, sparse = next((n, g) for n, g in pairs if g is not None and g.layout != torch.strided)
             raise UnsupportedError(
                 f"{type(self).__name__} cannot use a sparse gradient",
                 where=f"group {number}, a parameter of shape {tuple(sparse.shape)}",
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        return _Stands(
+        return _StepInputs(
             options=[
                 (len(g["params"]), g["state_dtype"], *map(bool, map(g.__getitem__, self._switches))) for g in groups
             ],
-            every=every,
-            have=have,
+            params=every,
+            have_gradients=have,
             gradients=gradients,
-            kinds=[*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)],
+            forms=[*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)],
             memory=_memory_of(params),
         )
 
-    def _plan_anew(self, stands: _Stands) -> _UpdatePlan:
+    def _plan_anew(self, inputs: _StepInputs) -> _UpdatePlan:
         """Plan steps, and let the state hold what they read and write."""
-        with_gradient = iter(stands.have)
+        with_gradient = iter(inputs.have_gradients)
         wanted = [
             (number, group, [*compress(group["params"], with_gradient)])
             for number, group in enumerate(self.param_groups)
         ]
-        found = [self._taken(number, group, params) for number, group, params in wanted]
+        states_of_groups = [self._taken(number, group, params) for number, group, params in wanted]
         self._plan = None  # and let go of moments that nothing reads any more
         cohorts: list[_Cohort] = []
-        for (number, group, params), taken_of_each in zip(wanted, found, strict=True):
-            first = sum(len(each) for _, _, each in wanted[:number])
+        for (number, group, params), taken_of_each in zip(wanted, states_of_groups, strict=True):
+            first = sum(len(earlier) for _, _, earlier in wanted[:number])
             cohorts += self._cohorts(number, group, params, taken_of_each, first)
         read = []
-        for (_, group, params), taken_of_each in zip(wanted, found, strict=True):  # all at once: memory may run out
+        for (_, group, params), taken_of_each in zip(
+            wanted, states_of_groups, strict=True
+        ):  # all at once: memory may run out
             rule_of_group, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
             keys = keys_of(rule_of_group, dtype)
             for param, (moments, _) in zip(params, taken_of_each, strict=True):
@@ -498,7 +506,7 @@ class OnePassOptimizer(Optimizer):
                 put(self.state[param], moments, rule_of_group.states)
             read.append((params, keys, set(rule_of_group.states).difference(keys)))  # beside codes programs may put
         self._keep_counts(cohorts)
-        self._plan = _UpdatePlan(stands, cohorts, read, self.state)
+        self._plan = _UpdatePlan(inputs, cohorts, read, self.state)
         return self._plan
 
     def _taken(self, number: int, group: Group, params: list[Tensor]) -> list[tuple[dict[str, Any], _Count | int]]:
@@ -511,17 +519,17 @@ class OnePassOptimizer(Optimizer):
         if not self.rounds:
             _require_exact(params, f"{type(self).__name__}, group {number}")
         update_rule, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
-        found = [taken(self.state.get(param), param, update_rule, dtype) for param in params]
-        counts = self._counts_of([each.get("step", 0) for each in found])
-        begun = [count or has_begun(each, group) for each, count in zip(found, counts, strict=True)]
-        return list(zip(found, begun, strict=True))
+        states = [taken(self.state.get(param), param, update_rule, dtype) for param in params]
+        counts = self._counts_of([state.get("step", 0) for state in states])
+        begun = [count or has_begun(state, group) for state, count in zip(states, counts, strict=True)]
+        return list(zip(states, begun, strict=True))
 
     def _counts_of(self, steps: list[Any]) -> list[_Count | int]:
         """Return how often parameters were updated; without a look at the device where no program has written to it."""
-        known = [self._counts.get(id(step._base)) if isinstance(step, Tensor) else None for step in steps]
-        kept = [None if count is None or not count.is_whole() else count for count in known]
-        numbers = iter(counts_of([s for s, count in zip(steps, kept, strict=True) if count is None], "edited"))
-        return [next(numbers) if count is None else count for count in kept]
+        previous = [self._counts.get(id(step._base)) if isinstance(step, Tensor) else None for step in steps]
+        unchanged = [None if count is None or not count.is_whole() else count for count in previous]
+        numbers = iter(counts_of([s for s, count in zip(steps, unchanged, strict=True) if count is None], "edited"))
+        return [next(numbers) if count is None else count for count in unchanged]
 
     def _cohorts(
         self,
@@ -543,44 +551,44 @@ class OnePassOptimizer(Optimizer):
         update_rule, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
         counted_alike: dict[Hashable, dict[Hashable, list[int]]] = {}
         parts = [*map(_halves_of, params)]
-        for place, (param, (found, count)) in enumerate(zip(params, taken_of_each, strict=True)):
+        for index, (param, (state, count)) in enumerate(zip(params, taken_of_each, strict=True)):
             for name in update_rule.states:
-                if (name if dtype != torch.int8 else name_of_codes(name)) not in found:
-                    found |= zeros(name, param, dtype)
-            halves = parts[place]
+                if (name if dtype != torch.int8 else name_of_codes(name)) not in state:
+                    state |= zeros(name, param, dtype)
+            halves = parts[index]
             # As which moments are rounded at random.
             seeded = sharding(param) if update_rule.states and dtype != torch.float32 else None
-            which = count if isinstance(count, int) else id(count.each)
-            kind = param.dtype, halves and halves[0].dtype, seeded
-            counted_alike.setdefault((param.device, which, type(count)), {}).setdefault(kind, []).append(place)
+            which = count if isinstance(count, int) else id(count.counts)
+            key = param.dtype, halves and halves[0].dtype, seeded
+            counted_alike.setdefault((param.device, which, type(count)), {}).setdefault(key, []).append(index)
         keys = keys_of(update_rule, dtype)
         for alike in counted_alike.values():
-            members = [place for places in alike.values() for place in places]
-            device, states = params[members[0]].device, [taken_of_each[place][0] for place in members]
+            members = [index for indices in alike.values() for index in indices]
+            device, states = params[members[0]].device, [taken_of_each[index][0] for index in members]
             count = _counted(states, taken_of_each[members[0]][1], device)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             cohort = _Cohort(number, update_rule, hypers, count)
-            for places in alike.values():
-                together = [params[place] for place in places]
-                halved = [each for place in places if (each := parts[place]) is not None]
+            for indices in alike.values():
+                together = [params[index] for index in indices]
+                halved = [halves_of_param for index in indices if (halves_of_param := parts[index]) is not None]
                 bucket = Bucket(
                     rule=update_rule,
                     storage=SPLIT if halved else PLAIN,
                     hypers=hypers.tensors,
                     step=count.number,
-                    weights=[high for high, _ in halved] or [_lying(each) for each in locals_of(together)],
-                    extras=[low for _, low in halved] or [None] * len(places),
-                    states=[kept_of(taken_of_each[place][0], keys) for place in places],
+                    weights=[high for high, _ in halved] or [_lying(tensor) for tensor in locals_of(together)],
+                    extras=[low for _, low in halved] or [None] * len(indices),
+                    states=[kept_of(taken_of_each[index][0], keys) for index in indices],
                     # Copies of a shard are rounded alike at random, and two shards are not.
                     seed=number + (number_of_shard(together[0]) << 16),
                 )
                 update, is_sharded = executor_for(device).update_of(bucket), any(map(is_distributed, together))
-                cohort.ready.append(_Ready(together, [first + place for place in places], update, is_sharded))
+                cohort.ready.append(_Ready(together, [first + index for index in indices], update, is_sharded))
             yield cohort
 
     def _keep_counts(self, cohorts: list[_Cohort]) -> None:
         """Keep the counts of which the state has views."""
-        counts = {id(each.count.each): each.count for each in cohorts}
+        counts = {id(cohort.count.counts): cohort.count for cohort in cohorts}
         there = [state.get("step") for param in self._params() if (state := self.state.get(param))]
         bases = {id(step._base) for step in there if isinstance(step, Tensor)}
         self._counts = {key: count for key, count in (self._counts | counts).items() if key in bases}
@@ -599,11 +607,11 @@ class OnePassOptimizer(Optimizer):
         before, after = saving_hooks(self)
         for hook in before:
             hook(self)
-        found = saved(self.param_groups, self.state)
+        state_dict = saved(self.param_groups, self.state)
         for hook in after:
-            replaced = hook(self, found)
-            found = found if replaced is None else replaced
-        return found
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -622,13 +630,13 @@ class OnePassOptimizer(Optimizer):
             ValueError: Other parameter groups, as torch says it.
         """
         # Hooks may delete from what they get; what is no mapping at all is refused after them.
-        given: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        loaded: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         before, after = loading_hooks(self)
         for hook in before:
-            replaced = hook(self, given)
-            given = given if replaced is None else replaced
-        check_state(given, self._rule)
-        state, groups = restored(given, self.param_groups, self.rule_of)
+            replaced = hook(self, loaded)
+            loaded = loaded if replaced is None else replaced
+        check_state(loaded, self._rule)
+        state, groups = restored(loaded, self.param_groups, self.rule_of)
         # torch's own: that of this class would forget what a session has set.
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
         self._plan = None  # and let go of what nothing reads any more
@@ -644,21 +652,21 @@ def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.de
         count: How often they were updated.
         device: Theirs.
     """
-    if isinstance(count, _Count) and len(count.each) == len(states):
+    if isinstance(count, _Count) and len(count.counts) == len(states):
         return count  # others have none of it
     with torch.inference_mode(mode=False):  # where tensors would have no version
-        made = _Count.of(count if isinstance(count, int) else count.number, len(states), device)
-        for state, step in zip(states, made.each.unbind(), strict=True):
+        count_of_all = _Count.of(count if isinstance(count, int) else count.number, len(states), device)
+        for state, step in zip(states, count_of_all.counts.unbind(), strict=True):
             state["step"] = step
-    return made
+    return count_of_all
 
 
 def _memory_of(params: list[Tensor]) -> list[Any]:
     """Return the tensors in which the values of parameters lie on this rank, where they are not those themselves."""
     kinds = [*map(type, params)]
-    if (each := {*kinds}) <= _PLAIN:
+    if (classes := {*kinds}) <= _PLAIN:
         return []
-    if not each <= _KNOWN:
+    if not classes <= _KNOWN:
         return in_memory(params)
     halves: list[Any] = [*compress(params, map(is_, kinds, repeat(Halves)))]
     if any(map(_IS_LENT, halves)):

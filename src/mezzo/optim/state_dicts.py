@@ -31,7 +31,7 @@ _COUNTED: Final = {"step": 1}
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _EDITS: Final = "tensors of the parameter's shape; or optimizer.state.pop(parameter), for a history that begins anew"
 #: All moments of all rules.
-_MOMENTS: Final = tuple(dict.fromkeys(name for each in RULES.values() for name in each.states))
+_MOMENTS: Final = tuple(dict.fromkeys(name for update_rule in RULES.values() for name in update_rule.states))
 #: Moments that torch's optimizers begin where they find none, and what stands there in a state dict for codes: they
 #: would go on without them, and end in an error now.
 _BEGUN: Final = {"momentum_buffer": "codes"}
@@ -138,7 +138,9 @@ def keys_of(update_rule: UpdateRule, dtype: torch.dtype) -> tuple[str, ...]:
     """Return the names of what a step reads of the state of a parameter: the count, then as an update takes it."""
     if dtype != torch.int8:
         return "step", *update_rule.states
-    return "step", *(each(name) for name in update_rule.states for each in (moments.name_of_codes, moments.scale_of))
+    return "step", *(
+        name_of(name) for name in update_rule.states for name_of in (moments.name_of_codes, moments.scale_of)
+    )
 
 
 def taken(state: Any, param: Tensor, update_rule: UpdateRule, dtype: torch.dtype) -> dict[str, Any]:
@@ -161,21 +163,23 @@ def taken(state: Any, param: Tensor, update_rule: UpdateRule, dtype: torch.dtype
     """
     if state is None:
         return {}
-    found = {name: _kept(state, name) for name in update_rule.states} if isinstance(state, Mapping) else {}
-    there = {name: pair for name, pair in found.items() if isinstance(pair[0], Tensor)}
+    moments_by_name = {name: _kept(state, name) for name in update_rule.states} if isinstance(state, Mapping) else {}
+    there = {name: pair for name, pair in moments_by_name.items() if isinstance(pair[0], Tensor)}
     check_unchanged(param, {name: value for name, (value, _) in there.items()})
     if wrong := list(_malformed_entry(state, f"optimizer.state of {described(param)}", update_rule.states)):
         raise StateError("the edited state is none that a step can use", where=some_of(wrong), write=_EDITS)
-    made: dict[str, Any] = {}
+    state_of_step: dict[str, Any] = {}
     for name, (value, scales) in there.items():
-        made |= _as_it_lies(name, value, scales, param, dtype) or _moment(name, value, scales, param, dtype, "edited")
+        state_of_step |= _as_it_lies(name, value, scales, param, dtype) or _moment(
+            name, value, scales, param, dtype, "edited"
+        )
     count = {"step": state["step"]} if "step" in state else {}
     if update_rule.name in _CORRECTED:
         _require_whole(there.keys() | count.keys(), state, rule(update_rule.name), param, "edited")
-        return {**made, **count}
-    if len(there) < len(found):  # a momentum begins with the first step that finds none, as torch's does
+        return {**state_of_step, **count}
+    if len(there) < len(moments_by_name):  # a momentum begins with the first step that finds none, as torch's does
         return {}
-    return {**_COUNTED, **made, **count} if there else count
+    return {**_COUNTED, **state_of_step, **count} if there else count
 
 
 def _kept(state: Mapping[str, Any], name: str) -> tuple[Any, Any]:
@@ -187,28 +191,28 @@ def _kept(state: Mapping[str, Any], name: str) -> tuple[Any, Any]:
 
 def _as_it_lies(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a moment by the names that a step reads, if it lies as kernels read it; nothing if it does not."""
-    here, own = local(value), local(param)
-    if type(here) not in _PLAIN or sharding(value) != sharding(param) or flat(here) is None:
+    local_value, local_param = local(value), local(param)
+    if type(local_value) not in _PLAIN or sharding(value) != sharding(param) or flat(local_value) is None:
         return {}
     if dtype != torch.int8:
         return {name: value} if value.dtype == dtype else {}
-    form = torch.bfloat16, (moments.num_groups(own.numel()),), own.device
+    form = torch.bfloat16, (moments.num_groups(local_param.numel()),), local_param.device
     fits = isinstance(scales, Tensor) and (scales.dtype, tuple(scales.shape), scales.device) == form
     are_codes = value.dtype == moments.codes_of(name) and fits and scales.is_contiguous()
     return {moments.name_of_codes(name): value, moments.scale_of(name): scales} if are_codes else {}
 
 
-def put(state: MutableMapping[str, Any], found: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Let a state hold what a step reads, and no moment besides.
+def put(state: MutableMapping[str, Any], new_state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Update a state in place to what a step reads, and remove every other moment.
 
     Args:
         state: What ``optimizer.state`` holds of a parameter.
-        found: What a step reads.
+        new_state: What a step reads.
         names: The moments, as their rule calls them.
     """
-    state.update(found)
+    state.update(new_state)
     for name in names:
-        for key in {name, moments.name_of_codes(name), moments.scale_of(name)}.difference(found):
+        for key in {name, moments.name_of_codes(name), moments.scale_of(name)}.difference(new_state):
             state.pop(key, None)
 
 
@@ -219,11 +223,11 @@ def counts_of(steps: Sequence[Any], whose: str) -> list[int]:
         StateError: A count that no number of steps gives.
     """
     counts: list[Any] = list(steps)
-    tensors = {place: step.reshape(()) for place, step in enumerate(steps) if isinstance(step, Tensor)}
+    tensors = {index: step.reshape(()) for index, step in enumerate(steps) if isinstance(step, Tensor)}
     for device in {step.device for step in tensors.values()}:
-        places = [place for place, step in tensors.items() if step.device == device]
-        for place, count in zip(places, torch.stack([tensors[p].double() for p in places]).tolist(), strict=True):
-            counts[place] = count
+        places = [index for index, step in tensors.items() if step.device == device]
+        for index, count in zip(places, torch.stack([tensors[p].double() for p in places]).tolist(), strict=True):
+            counts[index] = count
     if wrong := [count for count in counts if not 0 <= count < 2**53]:
         raise StateError(
             f"the {whose} step is {wrong[0]:g}", why="it counts updates, from 0 on", write="optimizer.state_dict()"
@@ -231,16 +235,16 @@ def counts_of(steps: Sequence[Any], whose: str) -> list[int]:
     return list(map(int, counts))
 
 
-def has_begun(found: Mapping[str, Any], group: Group) -> int:
+def has_begun(state: Mapping[str, Any], group: Group) -> int:
     """Return what to count on from where a program has set a count to zero: 1 where a momentum has begun.
 
     torch's SGD counts nothing, and dampens the gradient wherever there is a momentum: not in the first step.
     """
-    held = [found[key] for key in found if key != "step"] if group.get("dampening") else []
-    if not held:
+    moments_of_param = [state[key] for key in state if key != "step"] if group.get("dampening") else []
+    if not moments_of_param:
         return 0
-    moves = torch.stack([local(each).count_nonzero() for each in held]).any().reshape(1)
-    return int(flags_of_all(moves, held))  # one for all ranks, although some may see zeros alone
+    moves = torch.stack([local(moment).count_nonzero() for moment in moments_of_param]).any().reshape(1)
+    return int(flags_of_all(moves, moments_of_param))  # one for all ranks, although some may see zeros alone
 
 
 def kept_of(state: Mapping[str, Tensor], keys: Sequence[str]) -> tuple[Tensor, ...]:
@@ -264,11 +268,11 @@ def saved(groups: Sequence[Group], state: Mapping[Any, Any]) -> dict[str, Any]:
         | {"params": [places.setdefault(id(param), len(places)) for param in group["params"]]}
         for group in groups
     ]
-    kept = {
+    saved_state = {
         places[id(key)] if isinstance(key, Tensor) else key: _exact(value) if isinstance(value, Mapping) else value
         for key, value in state.items()
     }
-    return {"state": kept, "param_groups": packed}
+    return {"state": saved_state, "param_groups": packed}
 
 
 def restored(
@@ -288,12 +292,12 @@ def restored(
     _require_groups(groups, given["param_groups"])
     continued: list[Group] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
-    known = set()
+    known_keys = set()
     for mine, theirs in zip(groups, given["param_groups"], strict=True):
         group = {**mine, **theirs, **{name: mine[name] for name in _OWN}}
         check_group({**group, "params": None})
         continued.append(group)
-        known.update(theirs["params"])
+        known_keys.update(theirs["params"])
         for param, index in zip(mine["params"], theirs["params"], strict=True):
             its, dtype = given["state"].get(index, {}), getattr(torch, group["state_dtype"])
             if theirs.get("state_dtype") == "int8":
@@ -301,7 +305,7 @@ def restored(
             if entry := _continued(its, param, rule_of(group), dtype):
                 state[param] = entry
     counts_of([kept["step"] for kept in state.values() if "step" in kept], "saved")
-    state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known)
+    state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known_keys)
     return state, continued
 
 
@@ -329,19 +333,19 @@ def _exact(state: Mapping[str, Any]) -> dict[str, Any]:
     over any number of ranks.
     """
     step = state.get("step")
-    found = {**state, "step": step.to(torch.float64)} if isinstance(step, Tensor) else dict(state)
-    found |= {n: word for n, word in _BEGUN.items() if n not in state and moments.name_of_codes(n) in state}
-    return with_spread_scales(found) if any(map(is_distributed, state.values())) else found
+    exact = {**state, "step": step.to(torch.float64)} if isinstance(step, Tensor) else dict(state)
+    exact |= {n: word for n, word in _BEGUN.items() if n not in state and moments.name_of_codes(n) in state}
+    return with_spread_scales(exact) if any(map(is_distributed, state.values())) else exact
 
 
 def with_spread_scales(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of a parameter with one scale for each code, which lie over the ranks as the codes do."""
-    found = dict(state)
+    spread = dict(state)
     for name in _MOMENTS:
         codes, scales = state.get(moments.name_of_codes(name)), state.get(moments.scale_of(name))
         if isinstance(codes, Tensor) and isinstance(scales, Tensor) and scales.shape != codes.shape:
-            found[moments.scale_of(name)] = sharded_as(moments.spread(scales, local(codes)), codes)
-    return found
+            spread[moments.scale_of(name)] = sharded_as(moments.spread(scales, local(codes)), codes)
+    return spread
 
 
 def _continued(
@@ -359,16 +363,16 @@ def _continued(
         StateError: Another shape, or too few states.
     """
     names = RULES[update_rule.name].states
-    found = {name: pair for name in names for pair in [_kept(saved, name)] if isinstance(pair[0], Tensor)}
-    _require_whole(found.keys() | (saved.keys() & {"step"}), saved, update_rule, param, "saved")
+    pairs = {name: pair for name in names for pair in [_kept(saved, name)] if isinstance(pair[0], Tensor)}
+    _require_whole(pairs.keys() | (saved.keys() & {"step"}), saved, update_rule, param, "saved")
     state = dict[str, Any]()
-    for name, (value, scales) in found.items():
+    for name, (value, scales) in pairs.items():
         state |= _moment(name, value, scales, param, state_dtype, "saved")
-    if (step := saved.get("step", _COUNTED["step"] if found else None)) is not None:
+    if (step := saved.get("step", _COUNTED["step"] if pairs else None)) is not None:
         state["step"] = torch.as_tensor(step).to(param.device, torch.int64).reshape(()).clone()
-    own = {*names, *map(moments.name_of_codes, names), *map(moments.scale_of, names), "step"}
+    own_keys = {*names, *map(moments.name_of_codes, names), *map(moments.scale_of, names), "step"}
     for name, value in saved.items():  # notes of the user's
-        if name not in own:
+        if name not in own_keys:
             state[name] = value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
     return state
 
@@ -414,26 +418,26 @@ def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.d
             where=f"{tuple(value.shape)} → {tuple(param.shape)}",
             write="the same model and optimizer",
         )
-    made = moments.zeros(name, param, dtype)
-    kept, *beside = made.values()
+    stored = moments.zeros(name, param, dtype)
+    target, *beside = stored.values()
     if moments.is_coded(value.dtype):
-        each, codes = _scale_of_each(name, value, scales, whose), local(value)
-        if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(kept)) is not None:
-            its = moments.gathered(local(each), codes)
+        scales_of_codes, codes = _scale_of_each(name, value, scales, whose), local(value)
+        if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(target)) is not None:
+            its = moments.gathered(local(scales_of_codes), codes)
             if its is not None and moments.fit(codes, its):  # else groups were cut otherwise
-                local(kept).copy_(codes)
+                local(target).copy_(codes)
                 beside[0].copy_(its)
-                return made
-        decoded = sharded_as(moments.valued(codes, local(each)), value)
+                return stored
+        decoded = sharded_as(moments.valued(codes, local(scales_of_codes)), value)
         return _moment(name, decoded, None, param, dtype, whose)
     if dtype != torch.int8:
-        kept.copy_(placed(value, param))
-        return made
+        target.copy_(placed(value, param))
+        return stored
     wide = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
-    codes, found = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
-    local(kept).copy_(codes)
-    beside[0].copy_(found)
-    return made
+    codes, new_scales = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
+    local(target).copy_(codes)
+    beside[0].copy_(new_scales)
+    return stored
 
 
 def _scale_of_each(name: str, codes: Tensor, scales: Any, whose: str) -> Tensor:

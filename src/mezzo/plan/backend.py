@@ -18,7 +18,7 @@ from mezzo.errors import PolicyError, nearest, require_extra, shown
 from mezzo.plan.balance import balance_of
 from mezzo.plan.carry_out import carry_out
 from mezzo.plan.costs import Costs
-from mezzo.plan.cut import place
+from mezzo.plan.cut import cheapest
 from mezzo.plan.graph import Graph, read, require_choice
 from mezzo.plan.planned import Plan
 from mezzo.plan.planning import objective_number, planned
@@ -83,7 +83,7 @@ class Backend:
     Attributes:
         policy: The policy.
         plans: What was decided about each graph, in the order in which they were compiled.
-        places_casts: That no region is to place any in the graphs that it gets.
+        places_casts: Always true: no region places casts in the graphs that it gets.
     """
 
     places_casts = True
@@ -120,48 +120,48 @@ class Backend:
             objective=self._objective,
             fused=self._fused,
         )
-        key = tuple((op.name, op.kind, op.module, *(graph.makers[node].index for node in op.reads)) for op in graph.ops)
+        key = tuple((op.name, op.role, op.module, *(graph.makers[node].index for node in op.reads)) for op in graph.ops)
         low = self._kept.get(key)
         if low is not None:
             logger.info("a graph of %d ops is compiled again for other sizes: its placement is kept", len(graph.ops))
         else:
-            low = self._kept[key] = place(costs.problem).low[: len(graph.ops)]
+            low = self._kept[key] = cheapest(costs.problem).low[: len(graph.ops)]
         self.plans.append(planned(costs, low, objective=self._objective, name="a graph"))
         carry_out(graph, low)
         return self._compiled(graph, inputs)
 
     def _compiled(self, graph: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        kind = graph.device_type
-        is_around = torch.is_autocast_enabled(kind)
-        with torch.autocast(kind, enabled=False):
+        device_type = graph.device_type
+        is_around = torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False):
             compiled: Callable[..., Any] = self._inner(graph.whole, inputs)
         if not is_around:
             return compiled  # torch guards that autocast is off
 
         def run(*args: Any) -> Any:
-            # Nor is the region's mode, which Dynamo has followed, asked about each op again.
-            with torch.autocast(kind, enabled=False), DisableTorchFunction():
+            # Dynamo has traced through the region's mode, which would otherwise decide about each op again.
+            with torch.autocast(device_type, enabled=False), DisableTorchFunction():
                 return compiled(*args)
 
         return run
 
 
 class _Roots:
-    """Find which module of a model a variable of the frame holds that Dynamo captures."""
+    """Finds the module that a local variable holds in the frame that Dynamo captures, and its path in the model."""
 
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
 
     def path(self, variable: str) -> str:
-        """Return the path of the module that a local variable holds: in the model, or else the first one captured."""
+        """Return the path of the module that a local variable holds; empty for the first module that is captured."""
         module = traced_variable(variable)
         if not isinstance(module, nn.Module):
             return ""
         model = compiled_model() or (self._model() if self._model is not None else None)
         if model is not None:
             self._model = weakref.ref(model)
-            for path, each in model.named_modules():
-                if each is module:
+            for path, part in model.named_modules():
+                if part is module:
                     return str(path)
-        self._model = weakref.ref(module)  # the first, or one that is no part of it
+        self._model = weakref.ref(module)  # the first module, or one outside of the model before
         return ""

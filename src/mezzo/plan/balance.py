@@ -1,7 +1,7 @@
-"""What arithmetic costs beside moving bytes: a table by device and format, from data sheets. No clock is asked.
+"""The cost of arithmetic against that of moving bytes: a table by device and format, from data sheets.
 
-So a plan is the same on the same machine in each run, however busy that is. A product's arithmetic counts where it
-takes longer than the bytes that the product reads and writes; how much faster it is in the low format is the ratio.
+Nothing is timed, so that a plan is the same on the same machine in each run, however busy that is. A product's
+arithmetic counts where it takes longer than the bytes that the product reads and writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mezzo.cast.device import probe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balance:
-    """How a device's arithmetic stands to its memory.
+    """The speed of a device's arithmetic against that of its memory.
 
     Attributes:
         fp32_flops_per_byte: Operations of an FP32 product that take as long as a byte that a copy reads or writes.
@@ -33,14 +33,14 @@ class Balance:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What data sheets say of a device, a line of the table.
+    """A row of the table: a device by its data sheet.
 
     Attributes:
-        name: What the device has for the format, as it says of itself: ``Claim.has`` of :mod:`mezzo.cast.device`.
+        name: A feature of the device for the format, from ``Claim.has`` of :mod:`mezzo.cast.device`.
         fp32: FP32 products without TF32, in TFLOP/s; of a processor operations in a cycle of a core.
         low: Products in the low format with FP32 sums and without sparsity, in the same unit.
-        gb_per_s: What its memory moves; 0 of a processor, whose sockets are all near the default.
-        source: Where that is said.
+        gb_per_s: The bandwidth of its memory; 0 for a processor, since all sockets are close to the default.
+        source: The data sheet or manual.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Sheet:
     source: str
 
 
-#: FP32 operations for a byte where no row says other. Sockets of servers have 16 (EPYC 9654: 7.4 TFLOP/s at 461 GB/s),
-#: 17 (Graviton3), 23 (Xeon 8480+) and 28 (Xeon 8180), GPUs for training 9 to 20.
+#: FP32 operations for a byte where no row has the bandwidth. Sockets of servers have 16 (EPYC 9654: 7.4 TFLOP/s at
+#: 461 GB/s), 17 (Graviton3), 23 (Xeon 8480+) and 28 (Xeon 8180), GPUs for training 9 to 20.
 DEFAULT_FLOPS_PER_BYTE: Final = 20.0
-#: How much faster than FP32 a format counts as that no row is about: one that is emulated, too, since plans made where
-#: products are emulated are meant for where they are not. Half the bytes are read, so twice is the least it can be.
+#: The speed of a format without a row, against FP32; of an emulated one, too, since plans made where products are
+#: emulated are meant for devices where they are not. Half the bytes are read, so twice is the least that it can be.
 DEFAULT_SPEEDUP: Final = 2.0
 
-#: Of several things that a device has, the first row counts.
+#: The first row with a feature of the device counts.
 TABLE: Final = (
     Sheet("amx_bf16", 64, 1024, 0, "Intel 64 Optimization Manual, AMX: 1024 BF16 operations a cycle; 2 AVX-512 ports"),
     Sheet("avx512_bf16", 64, 128, 0, "Intel SDM 2, VDPBF16PS: two products in a lane"),
@@ -76,10 +76,10 @@ TABLE: Final = (
 
 
 def balance(has: tuple[str, ...], *, emulated: bool = False) -> Balance:
-    """Return how the arithmetic of a device stands to its memory, from what it has for a format.
+    """Return the balance of a device, from its features for a format.
 
     Args:
-        has: What it names. A GPU that no row names counts as the next older one of its generation; what is unknown as
+        has: The features. A GPU without a row counts as the next older one of its generation; a device without any has
             ``DEFAULT_FLOPS_PER_BYTE`` and ``DEFAULT_SPEEDUP``.
         emulated: Whether products are emulated in the format there: it counts as twice as fast as FP32.
 
@@ -100,7 +100,7 @@ def _older(name: str) -> Sheet | None:
 
 
 def balance_of(device_type: str, dtype: torch.dtype, *, emulated: bool) -> Balance:
-    """Return the balance of a device that is here.
+    """Return the balance of a device of this machine.
 
     Args:
         device_type: The device.

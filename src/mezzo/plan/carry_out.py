@@ -1,4 +1,4 @@
-"""Carry a placement out in its graph: each op in its precision, each cast once."""
+"""A placement carried out in its graph: each op in its precision, each cast once."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def carry_out(graph: Graph, low: Sequence[bool]) -> fx.GraphModule:
 
 
 class _Writer:
-    """Write casts, in the order in which the graph runs."""
+    """Inserts casts, in the order in which the graph runs."""
 
     def __init__(self, graph: Graph, low: Sequence[bool]) -> None:
         self.graph, self.low = graph, low
-        # Of each graph its own: what a checkpoint's body casts, it casts again when it is run again.
+        # By graph, too: a checkpoint's body, which runs again in the backward pass, must contain its own casts.
         self.casts: dict[tuple[fx.Graph, Node, torch.dtype], Node] = {}
         self.rounded: dict[Node, Node] = {}
-        # Of what runs without gradients, as the power iteration of a spectral norm: the call that turned them off.
+        # For calls without gradients, as of a spectral norm's power iteration: the call that turned gradients off.
         self.without_grad: dict[Node, Node] = {}
         for module in dict.fromkeys(graph.parents.values()):
             off: Node | None = None
@@ -55,55 +55,55 @@ class _Writer:
                     self.without_grad[node] = off
 
     def call(self, op: GraphOp, node: Node) -> None:
-        """Have a call take what it reads in its dtype, and give what its op gives."""
-        is_first = node is op.nodes[0] and op.kind != "source"
-        if is_first and op.kind == "inside":
+        """Cast the operands of a call, and its result where the op computes wider than it returns."""
+        is_first = node is op.nodes[0] and op.role != "source"
+        if is_first and op.role == "inside":
             self._with_autocast(node)
-        if is_first and op.kind == "asked":
+        if is_first and op.role == "asked":
             self._as_asked(op, node)
-        if is_first and op.kind in ("inside", "asked"):
+        if is_first and op.role in ("inside", "asked"):
             return
-        low = self.graph.policy.dtype
-        given = self.graph.dtype_of(op, self.low)
-        rounds = is_first and op.is_wide_inside and given == low and op.kind != "own"
-        for each in (*op.reads, *op.wide_reads):
-            now = self.rounded.get(each, each)
+        low_dtype = self.graph.policy.dtype
+        dtype = self.graph.dtype_of(op, self.low)
+        rounds = is_first and op.is_wide_inside and dtype == low_dtype and op.role != "own"
+        for read in (*op.reads, *op.wide_reads):
+            now = self.rounded.get(read, read)
             if now not in node.all_input_nodes:
                 continue
-            has = self.graph.dtype_of(self.graph.makers[each], self.low)
-            wanted = value_of(each).dtype if op.kind == "own" else given
-            if each in op.wide_reads:
-                taken = self._cast(each, has, torch.float32, node)
+            has = self.graph.dtype_of(self.graph.makers[read], self.low)
+            wanted = value_of(read).dtype if op.role == "own" else dtype
+            if read in op.wide_reads:
+                cast = self._cast(read, has, torch.float32, node)
             else:
-                taken = self._cast(each, has, wanted, node)
-                taken = self._to(taken, torch.float32, node) if rounds else taken
-            if taken is not now:
-                node.replace_input_with(now, taken)
+                cast = self._cast(read, has, wanted, node)
+                cast = self._to(cast, torch.float32, node) if rounds else cast
+            if cast is not now:
+                node.replace_input_with(now, cast)
         for result in list(_results(node)) if rounds else ():
-            self._round(result, low)
+            self._round(result, low_dtype)
         if is_first and op.recipe is not None:
             recipe, is_turned = op.recipe
             node.op, node.target, node.args = "call_function", placed, (op.name, recipe.key, is_turned, *node.args)
 
     def _as_asked(self, op: GraphOp, node: Node) -> None:
-        """Have a cast of the program's own give what it gives without a policy, and share it."""
-        others = [each for each in node.all_input_nodes[1:] if is_floating(each)]
-        if any(self.graph.dtype_of(self.graph.makers[each], self.low) != value_of(each).dtype for each in others):
-            # It asks for the dtype of a tensor that has another one now.
+        """Keep the dtype that a cast of the program's own returns without a policy, and share the cast."""
+        models = [read for read in node.all_input_nodes[1:] if is_floating(read)]  # as y is in x.type_as(y)
+        if any(self.graph.dtype_of(self.graph.makers[read], self.low) != value_of(read).dtype for read in models):
+            # The cast names the dtype of a tensor, which the placement has changed.
             node.target, node.args, node.kwargs = "to", (node.args[0], value_of(node).device, op.dtype), {}
-        for each in op.reads:
-            has = self.graph.dtype_of(self.graph.makers[each], self.low)
+        for read in op.reads:
+            has = self.graph.dtype_of(self.graph.makers[read], self.low)
             if (
                 has == op.dtype
-                or self.graph.is_written(each)
+                or self.graph.is_written(read)
                 or self.graph.is_written(node)
-                or self.graph.cast_at(each) is not each
+                or self.graph.cast_at(read) is not read
                 or node in self.without_grad
             ):
                 continue
-            shared = self.casts.setdefault((node.graph, each, op.dtype), node)
+            shared = self.casts.setdefault((node.graph, read, op.dtype), node)
             if shared is not node:
-                node.replace_input_with(self.rounded.get(each, each), shared)
+                node.replace_input_with(self.rounded.get(read, read), shared)
 
     def _cast(self, node: Node, has: torch.dtype, wanted: torch.dtype, before: Node) -> Node:
         """Return a tensor in another dtype; its cast is shared, unless the tensor is written to in between."""
@@ -113,17 +113,17 @@ class _Writer:
         if self.graph.is_written(node):
             return self._to(now, wanted, before)
         if value_of(node).requires_grad and node not in self.without_grad:
-            before = self.without_grad.get(before, before)  # others share the cast, and its gradient
+            before = self.without_grad.get(before, before)  # calls with gradients share the cast, and need its gradient
         key = (before.graph, node, wanted)
         if key not in self.casts:
             if self.graph.cast_at(node) is node:
                 self.casts[key] = self._to(now, wanted, before)
-            else:  # a view that repeats elements: of the cast of what it looks at
+            else:  # a view that repeats elements: the base is cast, and the view taken of that
                 viewed = self.graph.views[node]
                 behind = self._cast(viewed, has, wanted, before)
-                instead = {viewed: behind, self.rounded.get(viewed, viewed): behind}  # it may view what is rounded
+                replaced = {viewed: behind, self.rounded.get(viewed, viewed): behind}  # it may view what is rounded
                 with before.graph.inserting_before(before):
-                    self.casts[key] = before.graph.node_copy(node, lambda each: instead.get(each, each))
+                    self.casts[key] = before.graph.node_copy(node, lambda original: replaced.get(original, original))
         return self.casts[key]
 
     def _to(self, node: Node, dtype: torch.dtype, before: Node) -> Node:
@@ -139,7 +139,7 @@ class _Writer:
         self.rounded[result] = rounded
 
     def _with_autocast(self, node: Node) -> None:
-        """Let torch's own autocast cast what a function is made of."""
+        """Wrap a call in torch's own autocast, which casts the ops that the function is composed of."""
         with node.graph.inserting_before(node):
             entered = node.graph.call_function(
                 ENTER_AUTOCAST, (self.graph.device_type, self.graph.policy.dtype, True, None)
@@ -149,7 +149,7 @@ class _Writer:
 
 
 def _results(node: Node) -> Iterator[Node]:
-    """Yield the floating tensors that a call gives: itself, or what is taken out of its tuple."""
+    """Yield the nodes of the floating tensors that a call returns: the call, or the items of its tuple."""
     if is_floating(node):
         yield node
     elif not isinstance(value_of(node), Tensor):

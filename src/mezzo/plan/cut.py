@@ -20,13 +20,13 @@ _LARGEST: Final = 2**30 - 1
 #: Bits of the sum of all finite costs: of integers at most, of others after scaling, which is what float64 has.
 _MOST_BITS: Final = 60
 _BITS: Final = 52
-#: How far the bound of a cut may be above it before roundings count.
+#: How many times a cut the bound of its search may be before roundings matter.
 _NEAR: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A tensor between ops: who makes it, who reads it, and what its casts cost.
+    """A tensor between ops: its producer, its consumers, and the costs of its casts.
 
     Attributes:
         producer: The op that makes it, by index.
@@ -54,7 +54,7 @@ class Edge:
             yield PolicyError(
                 f"consumers are {shown(consumers)}", where="Edge", why=why, write="Edge(0, (1,), 2.0, 2.0)"
             )
-        elif wrong := [each for each in consumers if not _is_index(each)]:
+        elif wrong := [consumer for consumer in consumers if not _is_index(consumer)]:
             yield PolicyError(f"a consumer is {shown(wrong[0])}", where="Edge", why="it is the index of an op, from 0")
         for name, value in (("down", self.down), ("up", self.up)):
             if not _is_cost(value) or value < 0:
@@ -67,12 +67,12 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What each op costs in either precision, and the tensors between them.
+    """The cost of each op in either precision, and the tensors between ops.
 
     Attributes:
         high: The cost of each op in FP32; infinite where that is forbidden, negative where it saves.
         low: The cost of each op in low precision, likewise.
-        tensors: What ops hand to each other, in any order. An op of several results makes several.
+        tensors: The tensors that an op makes and others read, in any order. An op of several results makes several.
     """
 
     high: Sequence[float]
@@ -120,7 +120,7 @@ class Placement:
 
     Attributes:
         low: Whether the op runs in low precision.
-        cost: What :func:`cost` says of it.
+        cost: What :func:`cost` returns for it.
     """
 
     low: tuple[bool, ...]
@@ -128,7 +128,7 @@ class Placement:
 
 
 def cost(problem: Problem, low: Sequence[bool]) -> float:
-    """Return what a placement costs, by definition: the sum is exact, and rounded once.
+    """Return the cost of a placement by definition: the sum is exact, and rounded once.
 
     The cost is the sum of ``low[i]`` or ``high[i]`` over all ops, and for each tensor of ``down`` where the producer
     runs in FP32 and a consumer low, and of ``up`` where the producer runs low and a consumer in FP32.
@@ -149,18 +149,18 @@ def cost(problem: Problem, low: Sequence[bool]) -> float:
         >>> [cost(problem, low) for low in ((False, True, False), (False, False, False), (True, True, False))]
         [3.0, 5.0, inf]
     """
-    if len(low) != len(problem.high) or not all(isinstance(each, bool) for each in low):
+    if len(low) != len(problem.high) or not all(isinstance(choice, bool) for choice in low):
         why = f"it has True or False for each of {len(problem.high)} ops"
         raise PolicyError(f"low is {shown(low)}", where="cost", why=why)
     terms = [problem.low[index] if is_low else problem.high[index] for index, is_low in enumerate(low)]
     for tensor in problem.tensors:
         is_low = low[tensor.producer]
-        if any(low[each] != is_low for each in tensor.consumers):
+        if any(low[consumer] != is_low for consumer in tensor.consumers):
             terms.append(tensor.up if is_low else tensor.down)
     return math.fsum(terms)
 
 
-def place(problem: Problem) -> Placement:
+def cheapest(problem: Problem) -> Placement:
     """Return the cheapest placement; of several that cost the same, the one with the fewest low ops.
 
     Ops are nodes, and a placement cuts them in two: those on the source's side run low.
@@ -196,7 +196,7 @@ def place(problem: Problem) -> Placement:
     Example:
         >>> inf = math.inf
         >>> tensors = [Edge(i, (i + 1,), 1, 1) for i in range(4)]
-        >>> place(Problem(high=(4, 0, 4, 0, 4), low=(0, 1, 0, inf, 0), tensors=tensors))
+        >>> cheapest(Problem(high=(4, 0, 4, 0, 4), low=(0, 1, 0, inf, 0), tensors=tensors))
         Placement(low=(True, True, True, False, True), cost=3.0)
 
     References:
@@ -245,15 +245,15 @@ class _Network:
             if math.isfinite(high) and math.isfinite(low):
                 arcs[(op, sink) if low > high else (source, op)] = abs(low - high)
         for index, tensor in enumerate(problem.tensors):
-            consumers = [each for each in dict.fromkeys(tensor.consumers) if each != tensor.producer]
+            consumers = [consumer for consumer in dict.fromkeys(tensor.consumers) if consumer != tensor.producer]
             lowered, raised = ops + 2 * index, ops + 2 * index + 1
-            if len(consumers) == 1:  # nothing is shared: the tensor's own nodes are left alone
+            if len(consumers) == 1:  # no cast is shared, so that the tensor needs no nodes of its own
                 lowered = raised = consumers[0]
             arcs[lowered, tensor.producer] += tensor.down if consumers else 0
             arcs[tensor.producer, raised] += tensor.up if consumers else 0
             if len(consumers) > 1:
-                arcs.update({(each, lowered): math.inf for each in consumers})
-                arcs.update({(raised, each): math.inf for each in consumers})
+                arcs.update({(consumer, lowered): math.inf for consumer in consumers})
+                arcs.update({(raised, consumer): math.inf for consumer in consumers})
         ends = np.array(list(arcs), np.int32).reshape(-1, 2)
         return cls(nodes, ends[:, 0], ends[:, 1], np.array(list(arcs.values()), np.float64))
 
@@ -269,10 +269,10 @@ class _Network:
             capacities, is_exact = self._integers(bound)
             inside = self._reached(capacities)
             is_cut = inside[self.tails] & ~inside[self.heads]
-            found = math.fsum(self.sizes[is_cut])
-            if is_exact or _NEAR * found >= bound:
+            size = math.fsum(self.sizes[is_cut])
+            if is_exact or _NEAR * size >= bound:
                 return inside
-            bound = found  # a cheaper cut goes through no arc that is larger
+            bound = size  # a cheaper cut goes through no arc that is larger
 
     def _integers(self, bound: float) -> tuple[np.ndarray[Any, Any], bool]:
         """Return int64 capacities, infinite above a bound, and whether the others are the sizes themselves."""
@@ -324,12 +324,12 @@ def _refuse_conflicts(problem: Problem, network: _Network) -> None:
     ops = [node for node in reversed(path) if node < len(problem.high)]
     if len(ops) == 1:
         raise PolicyError(
-            f"op {ops[0]} is forbidden in both precisions", where="place", why="high and low are infinite for it"
+            f"op {ops[0]} is forbidden in both precisions", where="cheapest", why="high and low are infinite for it"
         )
     raise PolicyError(
         f"op {ops[0]} must be low, op {ops[-1]} in FP32, and no cast is allowed between them"
         f" ({' → '.join(map(str, ops))})",
-        where="place",
+        where="cheapest",
         why="high is infinite for the first and low for the last; the casts of the tensors between them are infinite",
         write="a finite down or up of a tensor on the way",
     )
@@ -347,9 +347,9 @@ def _is_cost(value: object) -> bool:
 
 
 def _is_finite_sum(problem: Problem) -> bool:
-    """Return whether all finite costs together are finite; what is no cost is told of elsewhere."""
-    casts = [each for tensor in problem.tensors if isinstance(tensor, Edge) for each in (tensor.down, tensor.up)]
-    sizes = [abs(each) for each in (*problem.high, *problem.low, *casts) if _is_cost(each) and each != math.inf]
+    """Whether the sum of all finite costs is finite; values that are no costs are left out."""
+    casts = [value for tensor in problem.tensors if isinstance(tensor, Edge) for value in (tensor.down, tensor.up)]
+    sizes = [abs(value) for value in (*problem.high, *problem.low, *casts) if _is_cost(value) and value != math.inf]
     try:
         return math.isfinite(math.fsum(sizes) * 2)
     except OverflowError:

@@ -26,13 +26,15 @@ def rules_for(graph: Graph, low: Sequence[bool]) -> tuple[tuple[Rule, ...], tupl
     Returns:
         The rules, to stand behind the policy's own; and in words, the ops about which no rule can say it.
     """
-    chosen = [op for op in graph.ops if op.kind in ("free", "follow")]
+    chosen = [op for op in graph.ops if op.role in ("free", "follow")]
     planned: dict[Group, set[bool]] = {}
     for op in chosen:
         planned.setdefault((op.name, op.module), set()).add(low[op.index])
-    # Of rules on one op the policy's own is the first that matches; and a region casts no views.
+    # Of several rules on an op the policy's own comes first, and holds; and a region casts no views.
     silent = {(op.name, op.module) for op in chosen if (op.decision and op.decision.rule) or not functions(op.name)}
-    sayable = {group: next(iter(each)) for group, each in planned.items() if len(each) == 1 and group not in silent}
+    sayable = {
+        group: True in choices for group, choices in planned.items() if len(choices) == 1 and group not in silent
+    }
     ruled = set[Group]()
     while True:
         flows = _flows(graph, low, {group: sayable[group] for group in ruled})
@@ -40,7 +42,8 @@ def rules_for(graph: Graph, low: Sequence[bool]) -> tuple[tuple[Rule, ...], tupl
         if not (more := (wrong & set(sayable)) - ruled):
             break
         ruled |= more
-    names = dict.fromkeys(name for name, _ in sayable if any(name == each for each, _ in ruled))
+    ruled_ops = {name for name, _ in ruled}
+    names = dict.fromkeys(name for name, _ in sayable if name in ruled_ops)
     rules = [rule for name in names for rule in _rules_on(name, planned, sayable, ruled)]
     unsaid = [
         _unsaid(group, [op for op in chosen if (op.name, op.module) == group], low)
@@ -51,46 +54,45 @@ def rules_for(graph: Graph, low: Sequence[bool]) -> tuple[tuple[Rule, ...], tupl
 
 
 def _flows(graph: Graph, low: Sequence[bool], ruled: dict[Group, bool]) -> list[bool]:
-    """Return what is low in a region with rules: what it reads decides about all else."""
+    """Return which ops run low in a region with rules: an op without a rule does if all that it reads is low."""
     flows = list[bool]()
     for op in graph.ops:
-        if op.kind not in ("free", "follow"):
+        if op.role not in ("free", "follow"):
             flows.append(low[op.index])
-        elif (said := ruled.get((op.name, op.module))) is not None:
-            flows.append(said)
+        elif (is_low := ruled.get((op.name, op.module))) is not None:
+            flows.append(is_low)
         else:
             makers = [graph.makers[node].index for node in graph.promoting(op)]
-            read = [flows[each] if each < len(flows) else low[each] for each in makers if each != op.index]
-            flows.append(bool(read) and all(read))
+            reads = [flows[maker] if maker < len(flows) else low[maker] for maker in makers if maker != op.index]
+            flows.append(bool(reads) and all(reads))
     return flows
 
 
 def _rules_on(
     name: str, planned: dict[Group, set[bool]], sayable: dict[Group, bool], ruled: Collection[Group]
 ) -> Iterable[Rule]:
-    """Write the rules on one op: one for all of the model where all agree, else for modules, inner ones first."""
-    groups = {module: each for (op, module), each in planned.items() if op == name}
-    if len(set.union(*groups.values())) == 1:
-        return [_rule(name, None, sayable[name, next(iter(groups))])]
-    said = {module: sayable[op, module] for op, module in ruled if op == name}
-    # A rule on a module is about all that lies in it: what differs there needs one of its own, and goes first.
-    for module in groups:
-        if (
-            module not in said
-            and (name, module) in sayable
-            and any(not each or lies_in(module, exact(each)) for each in said)
-        ):
-            said[module] = sayable[name, module]
-    inner_first = sorted(said, key=lambda module: (module == "", -module.count("."), module))
-    found: dict[tuple[str, bool], None] = {}
+    """Return the rules on one op: one for the whole model where all agree, else one for each module, inner ones first.
+
+    Modules that differ in an index alone, as ``layers.0`` and ``layers.1``, share a rule on ``layers.*`` if they agree.
+    """
+    choices = {module: choice for (op, module), choice in planned.items() if op == name}
+    if len(set.union(*choices.values())) == 1:
+        return [_rule(name, None, sayable[name, next(iter(choices))])]
+    is_low = {module: sayable[op, module] for op, module in ruled if op == name}
+    # A rule on a module holds for all modules inside: one that differs needs a rule of its own, which goes first.
+    for module in choices:
+        is_inside = any(not outer or lies_in(module, exact(outer)) for outer in is_low)
+        if module not in is_low and (name, module) in sayable and is_inside:
+            is_low[module] = sayable[name, module]
+    inner_first = sorted(is_low, key=lambda module: (module == "", -module.count("."), module))
+    rules: dict[tuple[str, bool], None] = {}
     for module in inner_first:
         glob = ".".join("*" if part.isdecimal() else exact(part) for part in module.split("."))
-        alike = [each for each in groups if each and matches(each, glob)]
-        folds = all(each in said and said[each] == said[module] for each in alike) and not any(
-            lies_in(each, glob) for each in groups if each not in alike
-        )
-        found[glob if folds and module else exact(module), said[module]] = None
-    return [_rule(name, module or None, is_low) for module, is_low in found]
+        alike = [other for other in choices if other and matches(other, glob)]
+        agree = all(other in is_low and is_low[other] == is_low[module] for other in alike)
+        has_more = any(lies_in(other, glob) for other in choices if other not in alike)
+        rules[glob if module and agree and not has_more else exact(module), is_low[module]] = None
+    return [_rule(name, module or None, low) for module, low in rules]
 
 
 def _rule(name: str, module: str | None, is_low: bool) -> Rule:

@@ -1,6 +1,6 @@
-"""What other systems do to place two precisions, as pure functions of lists and inputs: to be compared with.
+"""The placements of other systems, as pure functions of lists and inputs, to compare plans with.
 
-Each reads a list for every op and follows tensors; none counts a cost.
+They go by the list that an op is on and by the ops that it reads from; none counts a cost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COLOURS: Final = get_args(Colour)
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Ops with the list that each is on, and with who makes what they read.
+    """Ops with the list that each is on, and the producers of what it reads.
 
     Attributes:
         lists: In TensorFlow's words: ``"allow"`` runs low, ``"deny"`` in FP32; ``"infer"`` is safe in low precision,
@@ -40,14 +40,14 @@ class Listed:
                 yield PolicyError(f"{name} is {shown(getattr(self, name))}", where="Listed", why=why)
                 return
         if len(self.lists) != len(self.inputs):
-            what = f"there are {len(self.lists)} lists and inputs of {len(self.inputs)} ops"
-            yield PolicyError(what, where="Listed", why="each op has one of each")
+            headline = f"there are {len(self.lists)} lists and inputs of {len(self.inputs)} ops"
+            yield PolicyError(headline, where="Listed", why="each op has one of each")
         for colour in self.lists:
             if colour is not None and colour not in _COLOURS:
                 yield unknown_word("list", colour, _COLOURS)
         inputs: Sequence[object] = self.inputs
         for op, producers in enumerate(inputs):
-            if not isinstance(producers, tuple) or not all(self._is_op(each) for each in producers):
+            if not isinstance(producers, tuple) or not all(self._is_op(index) for index in producers):
                 why = f"they are a tuple of indices of the {len(self.lists)} ops"
                 yield PolicyError(f"inputs[{op}] are {shown(producers)}", where="Listed", why=why)
 
@@ -87,7 +87,7 @@ def promoted(graph: Listed) -> tuple[bool, ...]:
     _check_order(graph)
     low = list[bool]()
     for colour, producers in zip(graph.lists, graph.inputs, strict=True):
-        reads_low = bool(producers) and all(low[each] for each in producers)
+        reads_low = bool(producers) and all(low[maker] for maker in producers)
         low.append(colour == "allow" or (colour != "deny" and reads_low))
     return tuple(low)
 
@@ -119,7 +119,7 @@ def gray(graph: Listed) -> tuple[bool, ...]:
     _check_order(graph)
     marks = list[Literal["low", "black"] | None]()
     for colour, producers in zip(graph.lists, graph.inputs, strict=True):
-        read = {marks[each] for each in producers}
+        read = {marks[maker] for maker in producers}
         if colour == "allow":
             marks.append("low")
         elif colour == "deny" or (colour is None and producers):
@@ -156,7 +156,7 @@ def painted(graph: Listed) -> tuple[bool, ...]:
         and the passes that it calls.
     """
     lists, producers, consumers = graph.lists, graph.inputs, graph.consumers()
-    allowed, denied, inferred, clear = ({op for op, each in enumerate(lists) if each == name} for name in
+    allowed, denied, inferred, clear = ({op for op, colour in enumerate(lists) if colour == name} for name in
                                         ("allow", "deny", "infer", "clear"))  # fmt: skip
     ends = _spread(denied | inferred, lambda op: producers[op], clear)
     fp32 = _spread(denied, lambda op: consumers[op], ends)
@@ -180,7 +180,7 @@ def _spread(roots: set[int], neighbours: Callable[[int], Iterable[int]], through
 
 def _check_order(graph: Listed) -> None:
     for op, producers in enumerate(graph.inputs):
-        if late := [each for each in producers if each >= op]:
+        if late := [maker for maker in producers if maker >= op]:
             raise PolicyError(
                 f"op {op} reads what op {late[0]} makes",
                 where="Listed",

@@ -1,4 +1,4 @@
-"""``Plan``: which ops of a model run low, and what that comes to; as words, tables, JSON and a picture."""
+"""``Plan``: which ops of a model run low, and what that costs; as words, tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from mezzo.tensors import dtype_name
 
 logger = logging.getLogger(__name__)
 
-#: Who decides about an op: a rule of the policy, a list of the op table, the cut, the program, or nobody.
+#: What decides about an op: a rule of the policy, a list of the op table, the cut, or the program; ``left alone`` if
+#: nothing does.
 Decider = Literal["rule", "list", "cut", "program", "left alone"]
 
 
@@ -37,11 +38,11 @@ class PlannedOp:
         op: Its base name.
         module: Path of the module in which it runs.
         line: ``file:line`` of the program.
-        dtype: What it gives; of an op that gives no floating numbers, what it reads.
+        dtype: The dtype of its result; of its operands, if the result has no floating numbers.
         by_autocast: The same under torch.autocast.
-        decided: Who decided.
+        decided: What decided.
         reason: Why, in words.
-        reads: The ops whose tensors it reads, by their places in the plan.
+        reads: The ops whose tensors it reads, by their indices in the plan.
     """
 
     op: str
@@ -56,16 +57,16 @@ class PlannedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCast:
-    """One cast of a plan, which all that want it share.
+    """One cast of a plan, which all of its readers share.
 
     Attributes:
-        tensor: What is cast: the path of a parameter, or the op that gives it.
-        module: Path of the module in which it is made.
-        line: ``file:line`` of what makes it.
-        given: Its dtype.
-        wanted: The other one.
-        is_source: Whether it is a parameter, a buffer or an input, and not what an op gives.
-        readers: The ops that want it, each as ``op`` or ``op@module``.
+        tensor: What is cast: the path of a parameter, or the op that makes it.
+        module: Path of the module in which the tensor is made.
+        line: ``file:line`` of the op that makes it.
+        given: The dtype before the cast.
+        wanted: The dtype after it.
+        is_source: Whether the tensor is a parameter, a buffer or an input, and no op's result.
+        readers: The ops that read the cast, each as ``op`` or ``op@module``.
         num_bytes: What the cast reads and writes, with that of the gradient.
     """
 
@@ -96,10 +97,10 @@ class Plan:
         device_type: Where it runs.
         emulated: Whether any family of products is emulated there; costs are those of native kernels all the same.
         torch: The torch version.
-        balance: What arithmetic costs beside moving bytes on a device of this kind.
+        balance: The speed of arithmetic against that of memory on a device of this type.
         ops: The ops, in the order in which they run.
         casts: The casts that are kernels of their own, in the order of first use.
-        totals: What it comes to in a step: ``"plan"``; and for comparison ``"torch.autocast"``, ``"Paddle"``, whose
+        totals: The costs of a step: ``"plan"``; and for comparison ``"torch.autocast"``, ``"Paddle"``, whose
             gray list follows inputs, and ``"TensorFlow"``, which paints.
         rules: What to add to the policy's rules, as its text has them: see :meth:`policy`.
         unsaid: What no rule can say, in words.
@@ -155,13 +156,13 @@ class Plan:
             StateError: It is no plan's.
         """
         try:
-            made: Self = made_of(cls, json.loads(text))
-            made.policy()
+            plan: Self = made_of(cls, json.loads(text))
+            plan.policy()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StateError("this text is no plan", why=str(error), write="what plan.to_json() gave") from error
-        if made.torch != torch.__version__:
-            logger.warning("a plan was made with torch %s, and this is %s", made.torch, torch.__version__)
-        return made
+        if plan.torch != torch.__version__:
+            logger.warning("a plan was made with torch %s, and this is %s", plan.torch, torch.__version__)
+        return plan
 
     def dot(self) -> str:
         """Return the graph in Graphviz's language: ops in their precision's colour, casts on their edges."""
@@ -189,37 +190,36 @@ class Plan:
 
 # The answer, and the few rows that matter --------------------------------------------------------------------------
 
-#: Rows of what is left alone, and texts of what no rule can say, before the rest is counted.
+#: Rows of ops that are left alone, and texts of :attr:`Plan.unsaid`, beyond which the rest is counted.
 _MOST_ROWS: Final = 8
 _MOST_UNSAID: Final = 4
 
 
 def headline(plan: Plan) -> str:
-    """Say what a plan saves beside torch.autocast, and where the casts are that are left."""
-    own, other = plan.totals["plan"], plan.totals["torch.autocast"]
-    fewer = other.casts - own.casts
+    """Return the line on top: what a plan saves against torch.autocast, and between which ops its casts are."""
+    mine, autocast = plan.totals["plan"], plan.totals["torch.autocast"]
+    fewer = autocast.casts - mine.casts
     casts = f"{counted(abs(fewer), 'cast')} {'fewer' if fewer > 0 else 'more'}" if fewer else "as many casts"
-    parts = [casts, _less("bytes moved", own.moved_bytes, other.moved_bytes)]
+    parts = [casts, _less("bytes moved", mine.moved_bytes, autocast.moved_bytes)]
     if plan.objective:
-        parts.append(_less("bytes kept", own.kept_bytes, other.kept_bytes))
-    if own == other:
-        return (
-            f"{plan.model}: torch.autocast's placement is the cheapest: {counted(own.casts, 'cast')}, {_crossing(plan)}"
-        )
+        parts.append(_less("bytes kept", mine.kept_bytes, autocast.kept_bytes))
+    if mine == autocast:
+        num_casts = counted(mine.casts, "cast")
+        return f"{plan.model}: torch.autocast's placement is the cheapest: {num_casts}, {_crossing(plan)}"
     return f"{plan.model}: {', '.join(parts)} than torch.autocast; {_crossing(plan)}"
 
 
-def _less(what: str, own: float, other: float) -> str:
-    if own == other:
-        return f"as many {what}"
-    share = share_text(abs(other - own), other)
-    return f"{share} {'fewer' if own < other else 'more'} {what}"
+def _less(unit: str, mine: float, other: float) -> str:
+    if mine == other:
+        return f"as many {unit}"
+    share = share_text(abs(other - mine), other)
+    return f"{share} {'fewer' if mine < other else 'more'} {unit}"
 
 
 def _crossing(plan: Plan) -> str:
-    """Say through which tensors the cut goes: casts of what ops have made."""
-    made = [each for each in plan.casts if not each.is_source]
-    folds = sorted(_folded(made), key=lambda fold: -sum(each.num_bytes for each in fold[1]))
+    """Return the part of the headline on the casts of tensors between ops."""
+    between_ops = [cast for cast in plan.casts if not cast.is_source]
+    folds = sorted(_folded(between_ops), key=lambda fold: -sum(cast.num_bytes for cast in fold[1]))
     names = [name for name, _ in folds[:3]]
     if not names:
         return "no tensor between ops is cast"
@@ -227,7 +227,7 @@ def _crossing(plan: Plan) -> str:
 
 
 def _folded(casts: list[PlannedCast]) -> list[tuple[str, tuple[PlannedCast, ...]]]:
-    folds = folded(casts, lambda each: each.module, lambda each: (each.tensor, each.given))
+    folds = folded(casts, lambda cast: cast.module, lambda cast: (cast.tensor, cast.given))
     return [(_of(fold.rows[0].tensor, fold.text), fold.rows) for fold in folds]
 
 
@@ -250,14 +250,14 @@ def renderables(plan: Plan, *, full: bool) -> Iterator[RenderableType]:
         yield from _few(plan)
     if plan.rules:
         yield Text(printable(f"write  plan.policy(), the text {plan.base},{plan.rules}"), overflow="fold")
-    for each in plan.unsaid[: None if full else _MOST_UNSAID]:
-        yield Text(printable(f"no rule can say that {each}; mezzo.compile_backend does it"), overflow="fold")
+    for text in plan.unsaid[: None if full else _MOST_UNSAID]:
+        yield Text(printable(f"no rule can say that {text}; mezzo.compile_backend does it"), overflow="fold")
     if not full and len(plan.unsaid) > _MOST_UNSAID:
         yield Text(f"nor what {len(plan.unsaid) - _MOST_UNSAID} more texts of plan.unsaid say", overflow="fold")
 
 
 def _terms(plan: Plan) -> str:
-    """Say for what a plan is."""
+    """Return the line on the conditions of a plan: policy, objective, device."""
     objective = {0.0: "time", 1.0: "memory"}.get(plan.objective, f"{plan.objective:g} of memory, the rest time")
     kernels = "fused kernels" if plan.fused else "single kernels"
     parts = [f"{plan.base}, for {objective}, {kernels} on {plan.device_type}, torch {plan.torch}"]
@@ -274,15 +274,15 @@ def _totals(plan: Plan) -> RenderableType:
     rows = [
         (
             name if name != "plan" else "this plan",
-            f"{each.casts:,}",
-            byte_text(each.cast_bytes),
+            f"{total.casts:,}",
+            byte_text(total.cast_bytes),
             *(
                 ("breaks a rule", "", "")
-                if math.isinf(each.cost)
-                else (byte_text(int(each.moved_bytes)), byte_text(int(each.kept_bytes)), _ratio(each.cost, best))
+                if math.isinf(total.cost)
+                else (byte_text(int(total.moved_bytes)), byte_text(int(total.kept_bytes)), _ratio(total.cost, best))
             ),
         )
-        for name, each in plan.totals.items()
+        for name, total in plan.totals.items()
     ]
     return table(heads, rows, right=set(heads[1:]))
 
@@ -292,25 +292,25 @@ def _ratio(cost: float, best: float) -> str:
 
 
 def _few(plan: Plan) -> Iterator[RenderableType]:
-    if chosen := _alike(plan, "cut", lambda each: format_text([each.dtype])):
+    if chosen := _alike(plan, "cut", lambda op: format_text([op.dtype])):
         yield Text("chosen", style="bold")
         yield table(("op", "module", "precision"), chosen)
-    rounding = Counter(each.op for each in plan.ops if each.dtype != each.by_autocast == "float32")
+    rounding = Counter(op.op for op in plan.ops if op.dtype != op.by_autocast == "float32")
     if rounding:
-        what = ", ".join(f"{op} ×{count}" if count > 1 else op for op, count in rounding.items())
+        names = ", ".join(f"{op} ×{count}" if count > 1 else op for op, count in rounding.items())
         keep = "+".join(rounding)
-        text = f"{what}: 16 bits here, and FP32 under torch.autocast; fp32={keep} in the policy keeps it"
+        text = f"{names}: 16 bits here, and FP32 under torch.autocast; fp32={keep} in the policy keeps it"
         yield Text(printable(text), overflow="fold")
-    if left := _alike(plan, "left alone", lambda each: each.reason):
+    if left := _alike(plan, "left alone", lambda op: op.reason):
         rest = f", and {len(left) - _MOST_ROWS} more rows" if len(left) > _MOST_ROWS else ""
         yield Text(f"left alone{rest}", style="bold")
         yield table(("op", "module", "because"), left[:_MOST_ROWS])
 
 
 def _alike(plan: Plan, decided: Decider, last: Callable[[PlannedOp], str]) -> list[tuple[str, str, str]]:
-    """Return a row for all ops that are alike: of modules that differ in indices, and of one module."""
-    ops = [each for each in plan.ops if each.decided == decided]
-    folds = folded(ops, lambda each: each.module, lambda each: (each.op, last(each)))
+    """Return a row for each group of like ops: those of modules that differ in an index, and those of one module."""
+    ops = [op for op in plan.ops if op.decided == decided]
+    folds = folded(ops, lambda op: op.module, lambda op: (op.op, last(op)))
     rows = Counter((fold.rows[0].op, fold.text or "the model itself", last(fold.rows[0])) for fold in folds)
     return [(f"{op} ×{count}" if count > 1 else op, where, why) for (op, where, why), count in rows.items()]
 
@@ -335,13 +335,13 @@ def picture(plan: Plan) -> str:
 
     A line between ops is where the precision changes: ``╲`` down, ``╱`` up.
     """
-    names = [f"{each.op} {each.module}".rstrip() for each in plan.ops]
+    names = [f"{op.op} {op.module}".rstrip() for op in plan.ops]
     low = dtype_name(Policy.parse(plan.base).dtype)
-    width = max((len(name) for name, each in zip(names, plan.ops, strict=True) if each.dtype != low), default=0)
+    width = max((len(name) for name, op in zip(names, plan.ops, strict=True) if op.dtype != low), default=0)
     width = max(width, len("FP32"))
     lines, before = [f"{'FP32':>{width}}   {format_text([low])}"], None
-    for name, each in zip(names, plan.ops, strict=True):
-        is_low = each.dtype == low
+    for name, op in zip(names, plan.ops, strict=True):
+        is_low = op.dtype == low
         if before is not None and before != is_low:
             lines.append(f"{'':>{width}} {'╲' if is_low else '╱'}")
         lines.append(f"{'':>{width}} │ {name}" if is_low else f"{name:>{width}} │")
@@ -353,10 +353,10 @@ def dot(plan: Plan) -> str:
     """Write the graph in Graphviz's language."""
     colours, low = {True: "#8ecae6", False: "#ffb703"}, dtype_name(Policy.parse(plan.base).dtype)
     lines = ["digraph plan {", "  rankdir=TB; node [shape=box, style=filled, fontname=Helvetica];"]
-    for place, each in enumerate(plan.ops):
-        label = json.dumps("\n".join(filter(None, (each.op, each.module, format_text([each.dtype])))))
-        lines.append(f"  o{place} [label={label}, fillcolor={json.dumps(colours[each.dtype == low])}];")
-        for maker in each.reads:
-            casts = plan.ops[maker].dtype != each.dtype
-            lines.append(f"  o{maker} -> o{place}{' [color=red, penwidth=2, label=cast]' if casts else ''};")
+    for index, op in enumerate(plan.ops):
+        label = json.dumps("\n".join(filter(None, (op.op, op.module, format_text([op.dtype])))))
+        lines.append(f"  o{index} [label={label}, fillcolor={json.dumps(colours[op.dtype == low])}];")
+        for maker in op.reads:
+            casts = plan.ops[maker].dtype != op.dtype
+            lines.append(f"  o{maker} -> o{index}{' [color=red, penwidth=2, label=cast]' if casts else ''};")
     return "\n".join([*lines, "}"])

@@ -1,4 +1,4 @@
-"""``mezzo.plan.plan``: capture a model, count its costs, place its casts."""
+"""``mezzo.plan.plan``: a captured model, its costs, and the placement of its casts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mezzo.explanation.explaining import arguments
 from mezzo.plan import heuristics
 from mezzo.plan.balance import balance_of
 from mezzo.plan.costs import Costs, Crossing
-from mezzo.plan.cut import place
+from mezzo.plan.cut import cheapest
 from mezzo.plan.export import rules_for
 from mezzo.plan.graph import Graph, GraphOp, capture, require_choice, value_of
 from mezzo.plan.planned import Decider, Plan, PlannedCast, PlannedOp
@@ -85,17 +85,17 @@ def plan(
     require_extra("plan", "a plan needs scipy", "scipy.sparse.csgraph")
     number = objective_number(objective)
     args, kwargs = arguments(inputs, "mezzo.plan.plan")
-    with autocast("O0"):  # what is around the call is not planned for
+    with autocast("O0"):  # a region around the call has no influence on the plan
         graph = capture(model, args, kwargs, asked)
         balance = balance_of(graph.device_type, asked.dtype, emulated="products" in graph.emulated)
         costs = Costs(graph, balance, objective=number, fused=fused)
-    low = place(costs.problem).low[: len(graph.ops)]
-    made = planned(costs, low, objective=number, name=type(model).__name__)
-    return replace(made, weights=_weights(model), inputs=_described((args, kwargs)))
+    low = cheapest(costs.problem).low[: len(graph.ops)]
+    result = planned(costs, low, objective=number, name=type(model).__name__)
+    return replace(result, weights=_weights(model), inputs=_described((args, kwargs)))
 
 
 def differences(plan: Plan, model: nn.Module, *inputs: Any) -> tuple[str, ...]:
-    """Say what is other than what a plan was made for: a model, shapes, a torch version.
+    """Return how a model, its inputs or torch differ from those that a plan was made for.
 
     Args:
         plan: The plan.
@@ -103,20 +103,20 @@ def differences(plan: Plan, model: nn.Module, *inputs: Any) -> tuple[str, ...]:
         *inputs: As :func:`plan` takes them.
 
     Returns:
-        One text for each difference; none where the plan is for them.
+        One text for each difference; empty where the plan is for them.
     """
-    given = _described(arguments(inputs, "mezzo.plan.differences"))
+    inputs_now = _described(arguments(inputs, "mezzo.plan.differences"))
     pairs = (
         ("model", plan.model, type(model).__name__),
         ("parameters", plan.weights, _weights(model)),
-        ("inputs", ", ".join(plan.inputs), ", ".join(given)),
+        ("inputs", ", ".join(plan.inputs), ", ".join(inputs_now)),
         ("torch", plan.torch, torch.__version__),
     )
-    return tuple(f"{what}: planned for {then}, and there is {now}" for what, then, now in pairs if then != now)
+    return tuple(f"{subject}: planned for {then}, and there is {now}" for subject, then, now in pairs if then != now)
 
 
 def objective_number(objective: Objective) -> float:
-    """Return what counts: 0 for time, 1 for memory, or a number between.
+    """Return an objective as a number: 0 for time, 1 for memory, or a number between.
 
     Raises:
         PolicyError: It is neither.
@@ -136,26 +136,26 @@ def objective_number(objective: Objective) -> float:
 
 
 def planned(costs: Costs, low: Sequence[bool], *, objective: float, name: str) -> Plan:
-    """Say what a placement is and comes to.
+    """Return the plan of a placement.
 
     Args:
         costs: The costs of a graph.
         low: Whether each op is low.
-        objective: What was made small.
-        name: What the graph is of.
+        objective: The weight of memory against time.
+        name: The name of the model.
     """
     graph = costs.graph
-    as_listed, shown_ops = listed(graph), [op for op in graph.ops if op.kind != "source"]
+    as_listed, shown_ops = listed(graph), [op for op in graph.ops if op.role != "source"]
     rules, unsaid = rules_for(graph, low)
-    places = {op.index: place for place, op in enumerate(shown_ops)}
-    placements = {"plan": tuple(low)} | {whose: follow(as_listed) for whose, follow in _RIVALS.items()}
+    indices = {op.index: index for index, op in enumerate(shown_ops)}
+    placements = {"plan": tuple(low)} | {system: rule(as_listed) for system, rule in _RIVALS.items()}
     return Plan(
         model=name, weights="", inputs=(), base=str(graph.policy), objective=objective, fused=costs.fused,
         is_dynamic=any(isinstance(size, torch.SymInt) for node in graph.makers for size in _sizes(value_of(node))),
         device_type=graph.device_type, emulated=bool(graph.emulated), torch=torch.__version__, balance=costs.balance,
-        ops=tuple(_row(graph, op, low, placements["torch.autocast"], places) for op in shown_ops),
-        casts=tuple(_cast(graph, each, low) for each in costs.casts(low)),
-        totals={whose: costs.totals(each) for whose, each in placements.items()},
+        ops=tuple(_row(graph, op, low, placements["torch.autocast"], indices) for op in shown_ops),
+        casts=tuple(_cast(graph, crossing, low) for crossing in costs.casts(low)),
+        totals={system: costs.totals(placement) for system, placement in placements.items()},
         rules=format_rules(rules), unsaid=unsaid,
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ _RIVALS: Final[Mapping[str, Callable[[heuristics.Listed], tuple[bool, ...]]]] = 
     "TensorFlow": heuristics.painted,
 }
 
-#: Ops that TensorFlow clears: what they give is in what they read, or next to it. Its list, in our names.
+#: TensorFlow's clear list, in our names: ops whose results are numbers that they read.
 _CLEAR: Final = frozenset(
     """
     abs ceil clamp floor neg round sign trunc maximum minimum fmax fmin max min amax amin relu relu6 max_pool1d
@@ -177,11 +177,11 @@ _CLEAR: Final = frozenset(
 
 
 def listed(graph: Graph) -> heuristics.Listed:
-    """Write a graph as those systems see it."""
+    """Return a graph as the rules of other systems see it: the list of each op, and its producers."""
     lists = list[heuristics.Colour | None]()
     for op in graph.ops:
         fixed = op.fixed
-        if op.kind == "source" and fixed is False:
+        if op.role == "source" and fixed is False:
             lists.append(None)
         elif fixed is not None:
             lists.append("allow" if fixed else "deny")
@@ -196,29 +196,31 @@ def listed(graph: Graph) -> heuristics.Listed:
 
 
 def _row(
-    graph: Graph, op: GraphOp, low: Sequence[bool], by_autocast: Sequence[bool], places: Mapping[int, int]
+    graph: Graph, op: GraphOp, low: Sequence[bool], by_autocast: Sequence[bool], indices: Mapping[int, int]
 ) -> PlannedOp:
     decided: Decider = "list"
     if op.decision is not None and op.decision.rule is not None:
         decided = "rule"
-    elif op.kind in ("free", "follow"):
+    elif op.role in ("free", "follow"):
         decided = "cut"
-    elif op.kind in ("asked", "own"):
-        decided = "program" if op.kind == "asked" else "left alone"
+    elif op.role in ("asked", "own"):
+        decided = "program" if op.role == "asked" else "left alone"
     reads = dict.fromkeys(graph.makers[node].index for node in op.reads)
     return PlannedOp(
         op=op.name, module=op.module, line=op.line, decided=decided,
         dtype=dtype_name(graph.dtype_of(op, low)), by_autocast=dtype_name(graph.dtype_of(op, by_autocast)),
-        reason=op.reason, reads=tuple(places[maker] for maker in reads if maker in places and maker != op.index),
+        reason=op.reason, reads=tuple(indices[maker] for maker in reads if maker in indices and maker != op.index),
     )  # fmt: skip
 
 
 def _cast(graph: Graph, crossing: Crossing, low: Sequence[bool]) -> PlannedCast:
     maker, of_all = graph.ops[crossing.maker], (*low, False, True)
-    readers = [graph.ops[each] for each in crossing.readers if each < len(low) and of_all[each] != low[crossing.maker]]
+    readers = [
+        graph.ops[reader] for reader in crossing.readers if reader < len(low) and of_all[reader] != low[crossing.maker]
+    ]
     wide, narrow = dtype_name(torch.float32), dtype_name(graph.policy.dtype)
     return PlannedCast(
-        tensor=maker.name, module=maker.module, line=maker.line, is_source=maker.kind == "source",
+        tensor=maker.name, module=maker.module, line=maker.line, is_source=maker.role == "source",
         given=narrow if low[maker.index] else wide, wanted=wide if low[maker.index] else narrow,
         readers=tuple(f"{op.name}@{op.module}" if op.module else op.name for op in readers),
         num_bytes=crossing.num_bytes,
@@ -230,9 +232,9 @@ def _sizes(value: Any) -> Sequence[Any]:
 
 
 def _weights(model: nn.Module) -> str:
-    told = [(path, tuple(each.shape)) for path, each in model.named_parameters()]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    shapes = [(path, tuple(param.shape)) for path, param in model.named_parameters()]
+    return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
 
 def _described(inputs: Any) -> tuple[str, ...]:
-    return tuple(f"{dtype_name(each.dtype)} {tuple(each.shape)}" for each in tensors(inputs))
+    return tuple(f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}" for tensor in tensors(inputs))

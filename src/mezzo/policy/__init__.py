@@ -6,7 +6,7 @@ business.
 
 from mezzo.policy.fields import LEVELS
 from mezzo.policy.ops import OPS, Op, Treatment
-from mezzo.policy.policy import Policy
+from mezzo.policy.policy import Policy, PolicyLike
 from mezzo.policy.rules import Decision, Rule
 
-__all__ = ["LEVELS", "OPS", "Decision", "Op", "Policy", "Rule", "Treatment"]
+__all__ = ["LEVELS", "OPS", "Decision", "Op", "Policy", "PolicyLike", "Rule", "Treatment"]

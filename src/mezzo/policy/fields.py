@@ -30,6 +30,15 @@ from mezzo.tensors import DTYPES, LOW, dtype_name, dtype_of
 Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
+#: The words that a policy's text may begin with, in lower case: the level that each stands for, and the dtype where it
+#: says one. A dtype alone is O1 in it; the words with a dash are Lightning's.
+OPENINGS: Final[dict[str, tuple[Level, torch.dtype | None]]] = {
+    **{level.lower(): (level, None) for level in LEVELS},
+    **{word: ("O1" if dtype in LOW else "O0", dtype) for word, dtype in DTYPES.items()},
+    "bf16-mixed": ("O1", torch.bfloat16), "bf16-true": ("O3", torch.bfloat16),
+    "16": ("O1", torch.float16), "16-mixed": ("O1", torch.float16), "16-true": ("O3", torch.float16),
+    "32": ("O0", torch.float32), "32-true": ("O0", torch.float32),
+}  # fmt: skip
 
 #: What the published recipe of NVFP4 adds to its formats: random Hadamard transforms of what weight gradients are made
 #: of, gradients rounded at random, and weights in blocks of two dimensions.
@@ -37,7 +46,7 @@ _TRICKS: Final = ("rht", "stochastic", "2d")
 _BOOLEANS: Final[dict[str, Any]] = {"true": True, "false": False}
 #: What each field can be, by the words for it.
 WORDS: Final[dict[str, dict[str, Any]]] = {
-    "level": {level: level for level in LEVELS},
+    "level": {level.lower(): level for level in LEVELS},
     **dict.fromkeys(("dtype", "param_dtype"), DTYPES),
     "output_dtype": {**DTYPES, "none": None},
     "keep_batchnorm_fp32": _BOOLEANS,
@@ -59,7 +68,7 @@ LONGEST_TEXT: Final = 100_000
 
 
 def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a level sets."""
+    """Return the fields that a level sets."""
     scale: LossScale = LossScale.none()
     if dtype == torch.float16 and level != "O0":
         scale = LossScale.constant(1.0) if level == "O3" else LossScale.dynamic()
@@ -110,17 +119,17 @@ def wrong_value(name: str, value: Any) -> PolicyError | None:
     if name == "fp8_history":
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LONGEST_HISTORY:
             return None
-        what = f"fp8_history is {shown(value)}, and no number of steps from 1 to {_LONGEST_HISTORY:,}"
-        return PolicyError(what, write=both("fp8_history=1024"))
-    known = WORDS[name].values()
+        problem = f"fp8_history is {shown(value)}, and no number of steps from 1 to {_LONGEST_HISTORY:,}"
+        return PolicyError(problem, write=both("fp8_history=1024"))
+    valid = WORDS[name].values()
     is_word = isinstance(value, str | torch.dtype | bool | None)  # 1 == True, and answers no yes-or-no question
-    if is_word and value in known:
+    if is_word and value in valid:
         return None
-    words = list(dict.fromkeys(map(text_of, known)))
+    words = list(dict.fromkeys(map(text_of, valid)))
     word = text_of(value) if is_word else shown(value)
-    given = "" if isinstance(value, torch.dtype) else word  # a dtype is no misspelt word
-    write = both(f"{name}={closest(given, words) or words[0]}")
-    return PolicyError(f"unknown {name} {shown(word)}", why=nearest(given, words), write=write)
+    misspelt = "" if isinstance(value, torch.dtype) else word  # a dtype is no misspelt word
+    write = both(f"{name}={closest(misspelt, words) or words[0]}")
+    return PolicyError(f"unknown {name} {shown(word)}", why=nearest(misspelt, words), write=write)
 
 
 def _too_many(rules: tuple[Rule, ...]) -> PolicyError | None:
@@ -144,7 +153,7 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
     level, dtype, param_dtype, scale = (values[name] for name in ("level", "dtype", "param_dtype", "loss_scale"))
     is_fp32, is_low = dtype == torch.float32, param_dtype in LOW
     name, stored = dtype_name(dtype), dtype_name(param_dtype)
-    problems = (  # whether it is there, what, why, the texts to write
+    problems = (  # whether it applies, the problem, why, the texts to write
         (level == "O0" and not is_fp32,
          f"O0 cannot compute in {name}", "O0 is the FP32 reference", f"O1,dtype={name}"),
         (level != "O0" and is_fp32,
@@ -161,9 +170,9 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
          f"keep_batchnorm_fp32=false has no effect in {level}", "its weights are FP32, batch norm's too",
          f"O3,dtype={'bfloat16' if is_fp32 else name}"),
     )  # fmt: skip
-    for is_there, what, why, write in problems:
-        if is_there:
-            yield PolicyError(what, why=why, write=_cures(write))
+    for applies, problem, why, write in problems:
+        if applies:
+            yield PolicyError(problem, why=why, write=_cures(write))
     if level == "O0" and (rule := next((rule for rule in values["rules"] if rule.treatment in QUANTISED), None)):
         yield PolicyError(
             f"O0 has no {rule.treatment} products",
@@ -188,7 +197,7 @@ def _cures(texts: str) -> str:
 
 
 def _contradictions(rules: tuple[Rule, ...]) -> Iterator[PolicyError]:
-    """Yield an error for each thing that is named twice with different treatments."""
+    """Yield an error for each op, module or parameter that is named twice with different treatments."""
     seen: dict[object, Rule] = {}
     for rule in rules:
         first = seen.setdefault(rule.selector, rule)
@@ -204,32 +213,32 @@ def _contradictions(rules: tuple[Rule, ...]) -> Iterator[PolicyError]:
 # Values and their text ----------------------------------------------------------------------------
 
 
-def resolved(level: Level, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of every field: what is given, by its word or shorthand, and what the level says of the others.
+def resolved(level: Level, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of every field: the overrides, by their words or shorthands, and the level's of the others.
 
     Raises:
         PolicyError: A field is unknown, the dtype or the loss scale cannot be read.
     """
-    dtype = _value("dtype", given.get("dtype", "float32" if level == "O0" else "float16"))
+    dtype = _value("dtype", overrides.get("dtype", "float32" if level == "O0" else "float16"))
     if problem := wrong_value("dtype", dtype):
         raise problem
-    return level_fields(level, dtype) | replaced(given)
+    return level_fields(level, dtype) | replaced(overrides)
 
 
-def replaced(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are given, by their words or shorthands.
+def replaced(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of overrides, which may be words or shorthands.
 
     Raises:
         PolicyError: As :func:`resolved`.
     """
-    for name in given:
+    for name in overrides:
         if name not in ("level", "dtype", *FIELDS, "rules"):
-            raise unknown_key(name, given[name])
-    return {name: _value(name, value) for name, value in given.items()}
+            raise unknown_key(name, overrides[name])
+    return {name: _value(name, value) for name, value in overrides.items()}
 
 
 def _value(name: str, value: Any) -> Any:
-    """Read the value of a field; what is no word of the field's is left to be refused."""
+    """Read the value of a field; an unknown word is returned as it is, for :func:`wrong_values` to refuse."""
     if name == "loss_scale":
         return LossScale.parse(value)
     if name == "rules":
@@ -258,25 +267,25 @@ def unknown_key(key: str, value: Any) -> PolicyError:
 
     Args:
         key: The key.
-        value: What it is given.
+        value: Its value.
     """
     words = ("dtype", *FIELDS, *RULE_KEYS)
-    near, given = "fp32_module" if key == _KEEP else closest(key, words, least=0.75), _given(value)
-    write = f"the policy without {key}={given}"
-    if near:
+    nearest_key, text = "fp32_module" if key == _KEEP else closest(key, words, least=0.75), _as_text(value)
+    write = f"the policy without {key}={text}"
+    if nearest_key:
         try:
-            read(f"O1,{near}={given}")
+            read(f"O1,{nearest_key}={text}")
         except PolicyError:
-            given = _example(near)
-        write = both(f"{near}={given}")
-    return PolicyError(f"unknown policy key {shown(key)}", why=nearest(near, words), write=write)
+            text = _example(nearest_key)
+        write = both(f"{nearest_key}={text}")
+    return PolicyError(f"unknown policy key {shown(key)}", why=nearest(nearest_key, words), write=write)
 
 
-def _given(value: Any) -> str:
-    """Write what a stranger gave a key, in a text's words."""
+def _as_text(value: Any) -> str:
+    """Write a value of an unknown key as a policy's text would have it."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
         return "+".join(value)
     if isinstance(value, int | float | torch.dtype | None):
         return text_of(value) if isinstance(value, bool | torch.dtype | None) else shown(value)
@@ -301,6 +310,11 @@ _AROUND: Final = re.compile(r"\s*([,=+*()])\s*")
 _TOML: Final = re.compile(r"^\s*(version\s*=|level\s*=\s*[\"']|\[)", re.MULTILINE)
 
 
+def is_opening(word: str) -> bool:
+    """Whether a policy's text may begin with a word: a level, a dtype, or one of Lightning's."""
+    return _bare(word) in OPENINGS
+
+
 def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
     """Read a policy's text; see :meth:`mezzo.Policy.parse`.
 
@@ -323,7 +337,7 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
             f"or {both('O2,dtype=bfloat16,fp32_module=head')}, and policy.save(path)",
         )
     has_lines = bool(path) or len(separated(text.strip(), _LINE_END, 1)) > 1
-    level, given, rules, problems = "", dict[str, Any](), list[Rule](), list[PolicyError]()
+    level, field_texts, rules, problems = "", dict[str, Any](), list[Rule](), list[PolicyError]()
     for line, entry, reason in _entries(text, subject):
         if len(problems) == MOST_PROBLEMS:
             break  # each takes a look through a vocabulary
@@ -331,20 +345,22 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
             if isinstance(entry, PolicyError):
                 raise entry
             if not level:
-                level = entry if entry in LEVELS else "O1"  # as which the rest is read
-                if level != entry:
+                level, dtype = OPENINGS.get(_bare(entry), ("O1", None))  # as O1 the rest of a wrong text is read
+                if not is_opening(entry):
                     raise _wrong_level(entry)
+                if dtype is not None:
+                    field_texts["dtype"] = dtype_name(dtype)
             elif is_rule((words := entry.partition("="))[0]) and words[2]:
                 rules += parse_rules(words[0], words[2], reason)
             else:
-                _read_field(entry, given)
+                _read_field(entry, field_texts)
         except PolicyError as problem:
             problems.append(PolicyError(f"line {line}: {problem}") if has_lines else problem)
     if not level and not problems:
         problems.append(_wrong_level(""))
     if problems:
         raise PolicyError(f"{subject}: {PolicyError.together(problems)}")
-    return level, {**given, "rules": tuple(rules)}
+    return level, {**field_texts, "rules": tuple(rules)}
 
 
 def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, str]]:
@@ -367,20 +383,20 @@ def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, 
             yield from ((number, entry, "".join(reason).strip()) for entry in split(entries))
 
 
-def _read_field(entry: str, given: dict[str, Any]) -> None:
-    """Read one entry that is no rule into the fields that are known."""
+def _read_field(entry: str, field_texts: dict[str, Any]) -> None:
+    """Read one entry that is no rule into the fields read so far."""
     key, equals, value = entry.partition("=")
     if _is_dtype(entry):  # a bare word for one, as in O1,bf16
         key, equals, value = "dtype", "=", entry
     if not equals or not value:
         raise _no_pair(entry, key)
-    if key in given:
-        raise PolicyError(f"the key {key!r} stands twice", write=f"one of the two: {both(f'{key}={given[key]}')}")
+    if key in field_texts:
+        raise PolicyError(f"the key {key!r} stands twice", write=f"one of the two: {both(f'{key}={field_texts[key]}')}")
     if key not in ("dtype", *FIELDS):
         raise unknown_key(key, value)
     for problem in wrong_values(replaced({key: value})):
         raise problem
-    given[key] = value
+    field_texts[key] = value
 
 
 def _is_dtype(word: str) -> bool:
@@ -393,33 +409,38 @@ def _wrong_level(entry: str) -> PolicyError:
         return PolicyError(f"unknown level {shown(entry)}",
                            why=f"there is no such file, and a text begins with {', '.join(LEVELS)}",
                            write=f"Policy.load(path) of a file, whose name may end with {SUFFIX}")  # fmt: skip
-    is_entry = _is_dtype(entry) or key in ("dtype", *FIELDS) or is_rule(key)
-    why = "a level stands first" if is_entry else nearest(entry, LEVELS)
-    first, *others = re.findall(r"[\w.]+", value or entry) or ("O1",)  # another separator, or level=O1
-    level = first.upper() if first.upper() in LEVELS else "O1"
-    dtype = next(filter(_is_dtype, others), "bfloat16")
-    pair = entry if "=" in entry or _is_dtype(entry) else f"{key}={_example(key)}"
-    written = f"O1,{pair}" if is_entry else level if level == "O0" else f"{level},dtype={dtype}"
-    return PolicyError(f"unknown level {shown(entry)}" if entry else "there is no level", why=why, write=both(written))
+    if key in ("dtype", *FIELDS) or is_rule(key):
+        pair = entry if value else f"{key}={_example(key)}"
+        return PolicyError(f"unknown level {shown(entry)}", why="a level stands first", write=both(f"O1,{pair}"))
+    first, *words = re.findall(r"[\w.-]+", value or entry) or ("O1",)  # another separator, or level=O1
+    nearest_opening = first if is_opening(first) else closest(first, OPENINGS, least=0.75)
+    level, dtype = OPENINGS.get(_bare(nearest_opening), ("O1", None))
+    word = next(filter(_is_dtype, words), dtype_name(dtype or torch.bfloat16))
+    return PolicyError(
+        f"unknown level {shown(entry)}" if entry else "there is no level",
+        why=nearest(entry, LEVELS),
+        write=both(level if level == "O0" else f"{level},dtype={word}"),
+    )
 
 
 def _example(key: str) -> str:
-    """Give a value that may stand behind a key."""
-    place = "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else ""
-    example = place or ("linear" if key in QUANTISED else "softmax")
+    """Return a valid value of a key."""
+    path = "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else ""
+    example = path or ("linear" if key in QUANTISED else "softmax")
     return "1024" if key in ("loss_scale", "fp8_history") else next(iter(WORDS[key])) if key in WORDS else example
 
 
 def _no_pair(entry: str, key: str) -> PolicyError:
     """Build the error for an entry without a value: a key, or a word that is not even a dtype's."""
     keys = ["dtype", *FIELDS, *RULE_KEYS]
-    if entry in LEVELS:
-        return PolicyError(f"the level {entry} does not stand first", write=both(f"{entry},dtype=bfloat16"))
+    if (level := entry.upper()) in LEVELS:
+        cure = both(level if level == "O0" else f"{level},dtype=bfloat16")
+        return PolicyError(f"the level {level} does not stand first", write=cure)
     if key in keys:
         return PolicyError(f"{shown(entry)} is not key=value", write=both(f"{key}={_example(key)}"))
-    dtype = closest(key, (word for word, each in DTYPES.items() if each in LOW)) or "bfloat16"
-    what = f"{shown(entry)} is neither a dtype nor key=value" if entry else "there is nothing between two commas"
-    return PolicyError(what, why=nearest(key, [*DTYPES, *keys]), write=both(f"dtype={dtype}"))
+    dtype = closest(key, (word for word, value in DTYPES.items() if value in LOW)) or "bfloat16"
+    problem = f"{shown(entry)} is neither a dtype nor key=value" if entry else "there is nothing between two commas"
+    return PolicyError(problem, why=nearest(key, [*DTYPES, *keys]), write=both(f"dtype={dtype}"))
 
 
 # Files ------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ import torch
 from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
 from mezzo.policy import fields as texts
-from mezzo.policy.fields import LEVELS, Level
+from mezzo.policy.fields import Level
 from mezzo.policy.ops import MOVES, OPS, QUANTISED, VIEWS, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, both, format_rules
 from mezzo.scale import LossScale
+from mezzo.tensors import DTYPES, dtype_name
 
 Lists = Literal["portable", "device"]
 Norms = Literal["fp32", "fp32_math"]
@@ -119,7 +120,7 @@ class Policy:
         return cls(**fields.resolved("O3", {"dtype": dtype, **overrides}))
 
     def _values(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def evolve(self, **overrides: Any) -> Self:
         """Return a policy with some fields replaced; dtypes and loss scales may be given as text.
@@ -218,13 +219,13 @@ class Policy:
 
     def _first(self, rules: Any) -> Self:
         first = tuple(rules)
-        said = {rule.selector for rule in first}
+        selectors = {rule.selector for rule in first}
         # An older rule on exactly the same thing can never win again.
-        kept = (rule for rule in self.rules if rule.selector not in said)
-        return dataclasses.replace(self, rules=(*first, *kept))
+        remaining = (rule for rule in self.rules if rule.selector not in selectors)
+        return dataclasses.replace(self, rules=(*first, *remaining))
 
     def explain(self, op: str, module: str | None = None, *, device_type: str | None = None) -> Decision:
-        """Say what an op gets, and why.
+        """Return the treatment of an op, and why.
 
         Args:
             op: Any spelling of the op's name.
@@ -270,16 +271,16 @@ class Policy:
         return _from_table(entry, device_type, lists=self.lists, norms=self.norms)
 
     def written(self, op: str, decision: Decision, device_type: str | None = None) -> Written:
-        """Say how the in-place and ``out=`` forms of an op are carried out.
+        """Return how the in-place and ``out=`` forms of an op are carried out.
 
         Args:
             op: The op's base name.
-            decision: What the op itself gets.
+            decision: The decision about the op itself.
             device_type: The device; on an accelerator the table's ops are torch's.
 
         Returns:
-            ``treated``: computed as the op is, and rounded to the dtype of what is written to. ``follows``: what is
-            read is cast to that dtype, since the op only moves it, or is a product, whose operands are of one dtype.
+            ``treated``: computed as the op is, and rounded to the written tensor's dtype. ``follows``: the operands
+            are cast to that dtype, since the op only moves them, or is a product, whose operands have one dtype.
             ``left``: to torch.
         """
         if decision.rule is not None and decision.rule.op is not None and decision.treatment not in QUANTISED:
@@ -318,9 +319,9 @@ class Policy:
         return next((rule for rule in self.rules if rule.op is None and rule.matches_module(path)), None)
 
     def storage(self, param: str, module: str, *, is_norm: bool = False) -> tuple[torch.dtype, Rule | None]:
-        """Say what dtype a floating parameter or buffer is stored in, and the rule that says so.
+        """Return the dtype that a floating parameter or buffer is stored in, and the rule that decides it.
 
-        In O1 and O2 a low dtype is that of the halves of an FP32 parameter. Of shapes nothing is known here: where no
+        In O1 and O2 a low dtype is that of the high half of an FP32 parameter. Shapes are not known here: where no
         rule decides, the caller stores only parameters with two or more dimensions longer than one in halves, and no
         buffer.
 
@@ -348,7 +349,7 @@ class Policy:
         return stored, None
 
     def product_rule(self, param: str) -> Rule | None:
-        """Return the rule on a parameter by its path that says in what its products are computed, if there is one."""
+        """Return the rule on a parameter that decides the format of its products, if there is one."""
         first = next((rule for rule in self.rules if rule.matches_param(param)), None)
         return first if first is not None and first.treatment in QUANTISED else None
 
@@ -359,7 +360,7 @@ class Policy:
         return self._text_with(fields.FIELDS)
 
     def region_text(self) -> str:
-        """Write what a region carries out: the text without the loss scale, which a session has."""
+        """Return the text without the loss scale, which a region does not carry out."""
         return self._text_with(tuple(name for name in fields.FIELDS if name != "loss_scale"))
 
     def _text_with(self, names: tuple[str, ...]) -> str:
@@ -376,22 +377,23 @@ class Policy:
 
         Args:
             text: A level, then ``key=value`` for fields and rules, such as
-                ``O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*``. ``bf16``, ``fp16`` and ``fp32`` are words
-                for a dtype wherever one stands; a bare one is ``dtype``: ``O1,bf16``. Lines are entries, too, and what
-                stands behind ``#`` is the reason of the rules before it.
+                ``O1,bf16,low=softmax+gelu,fp32_module=head.*``. ``bf16``, ``fp16`` and ``fp32`` are words for a dtype
+                wherever one stands, and one alone is ``dtype``. Without a level it is O1: ``bf16`` means ``O1,bf16``,
+                as Lightning's ``bf16-mixed`` does; ``bf16-true`` means ``O3,bf16``, and ``fp32`` means ``O0``. Lines
+                are entries, too, and the text behind ``#`` is the reason of the rules before it.
 
         Raises:
             PolicyError: Every problem of the text: unknown levels, keys and values with the nearest valid one.
         """
         if not isinstance(text, str):
-            raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,dtype=bfloat16")')
+            raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,bf16")')
         return cls(**fields.resolved(*texts.read(text)))
 
     @classmethod
-    def of(cls, value: Policy | str | os.PathLike[str]) -> Policy:
-        """Accept a policy, its text, or the path of a file that :meth:`save` wrote.
+    def of(cls, value: PolicyLike) -> Policy:
+        """Return the policy that a value stands for: a policy, its text, a dtype, or the path of a file.
 
-        What is no policy's text, and ends in ``.policy`` or names a file, is a path.
+        A dtype means O1 in it. A string that is no policy's text, and ends in ``.policy`` or names a file, is a path.
 
         Raises:
             PolicyError: As :meth:`parse` and :meth:`load`; or the value is something else.
@@ -400,18 +402,20 @@ class Policy:
             return value
         if isinstance(value, os.PathLike):
             return cls.load(value)
+        if isinstance(value, torch.dtype) and value in DTYPES.values():
+            return cls.parse(dtype_name(value))
         if isinstance(value, str):
             try:
                 return cls.parse(value)
             except PolicyError:
-                is_text = value.partition(",")[0].strip() in LEVELS
-                is_there = os.path.exists(value) and os.sep in value  # a folder says so
-                if os.path.isfile(value) or is_there or (value.endswith(texts.SUFFIX) and not is_text):
+                is_text = texts.is_opening(value.partition(",")[0].strip())
+                is_path = os.path.exists(value) and os.sep in value  # of a folder, too, which `load` refuses
+                if os.path.isfile(value) or is_path or (value.endswith(texts.SUFFIX) and not is_text):
                     return cls.load(value)
                 raise
         raise PolicyError(
-            f"a policy cannot be made from {type(value).__name__}",
-            write=f"mezzo.{both('O1,dtype=bfloat16')}; or the path of a policy file",
+            f"a policy cannot be made from {value if isinstance(value, torch.dtype) else type(value).__name__}",
+            write=f"mezzo.{both('O1,bf16')}; or the path of a policy file",
         )
 
     def differences(self, other: Policy) -> tuple[str, ...]:
@@ -443,11 +447,15 @@ class Policy:
         Raises:
             PolicyError: No such file, or all its wrong lines: each with its number, and the nearest key or word.
         """
-        level, given = texts.load(path)
+        level, field_texts = texts.load(path)
         try:
-            return cls(**fields.resolved(level, given))
+            return cls(**fields.resolved(level, field_texts))
         except PolicyError as problem:
             raise PolicyError(f"policy file {shown(os.fspath(path))}: {problem}") from None
+
+
+#: What a policy is given as: itself, its text, a dtype (O1 in it), or the path of a file.
+PolicyLike = Policy | str | os.PathLike[str] | torch.dtype
 
 
 # The op table, where no rule decides -------------------------------------------------------------------
@@ -470,24 +478,26 @@ def _from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norm
     Raises:
         PolicyError: torch knows no such device type.
     """
-    on = {kind: _on(entry, kind, lists, norms) for kind in _KINDS}
+    by_device = {device: _on(entry, device, lists, norms) for device in _KINDS}
     if device_type is not None:
-        treatment = on["cpu" if _checked(device_type) == "cpu" else "cuda"]
+        treatment = by_device["cpu" if _checked(device_type) == "cpu" else "cuda"]
         differs = lists == "portable" and treatment != entry.portable
         reason = f"{entry.reason}; on {device_type} {_AS_IN[treatment]}" if differs else entry.reason
         source = "torch" if differs and treatment == "native" else _DECIDERS[lists]
         return Decision(treatment=treatment, rule=None, reason=reason, source=source)
-    treatment = entry.portable if lists == "portable" else on[_default_kind()]
+    treatment = entry.portable if lists == "portable" else by_device[_default_kind()]
     words = _AS_IN if lists == "portable" else {}
-    others = [f"on {_KINDS[kind]} {words.get(there, there)}" for kind, there in on.items() if there != treatment]
-    reason = "; ".join((entry.reason, *others))
+    elsewhere = [
+        f"on {_KINDS[device]} {words.get(other, other)}" for device, other in by_device.items() if other != treatment
+    ]
+    reason = "; ".join((entry.reason, *elsewhere))
     return Decision(treatment=treatment, rule=None, reason=reason, source=_DECIDERS[lists])
 
 
-def _on(entry: Op, kind: str, lists: Lists, norms: Norms) -> Treatment:
+def _on(entry: Op, device: str, lists: Lists, norms: Norms) -> Treatment:
     if lists == "device":
-        return entry.by_torch(kind)
-    if kind == "cpu":  # which may lack a low-precision kernel that is right: same dtypes then, FP32 inside
+        return entry.by_torch(device)
+    if device == "cpu":  # which may lack a low-precision kernel that is right: same dtypes then, FP32 inside
         return "fp32_math" if entry.cpu == "fp32" and entry.portable in ("native", "promote") else entry.portable
     # On an accelerator portable means what torch does: there is no difference there.
     return entry.cuda if norms == "fp32" else entry.portable

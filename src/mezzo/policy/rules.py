@@ -55,27 +55,27 @@ def assignment(text: str, remark: str = "") -> str:
 def _python(text: str) -> str:
     first, *rest = split(text)
     is_whole = _LEVEL.fullmatch(first) is not None
-    arguments, calls, others = list[str](), list[str](), list[str]()
+    arguments, calls, rules = list[str](), list[str](), list[str]()
     for entry in rest if is_whole else [first, *rest]:
         key, equals, value = entry.partition("=")
         if is_rule(key):
             call = _builder(key, names_in(value))
             calls[:0] = [call] if call else []  # a builder puts its rules first
-            others += [] if call else [_rule(key, name) for name in names_in(value)]
+            rules += [] if call else [_rule(key, name) for name in names_in(value)]
         elif is_whole and (not equals or key == "dtype"):
             arguments.insert(0, _quoted(value or key))
         else:
             word = value.lower()
             literal = value if _NUMBER.fullmatch(value) else _LITERALS.get(word, _quoted(value))
             arguments.append(f"{key}={literal}")
-    if others:
-        arguments.append(f"rules=[{', '.join([*others, *([] if is_whole else ['*policy.rules'])])}]")
-    given = ", ".join(arguments)
+    if rules:
+        arguments.append(f"rules=[{', '.join([*rules, *([] if is_whole else ['*policy.rules'])])}]")
+    call_arguments = ", ".join(arguments)
     if is_whole:
-        return f"Policy.{first}({given}){''.join(calls)}"
-    if given.startswith("dtype=") and not rest:
-        return given  # of whatever makes the policy: loss scale and weights follow from it
-    return f"policy{f'.evolve({given})' if given else ''}{''.join(calls)}"
+        return f"Policy.{first}({call_arguments}){''.join(calls)}"
+    if call_arguments.startswith("dtype=") and not rest:
+        return call_arguments  # of whatever makes the policy: loss scale and weights follow from it
+    return f"policy{f'.evolve({call_arguments})' if call_arguments else ''}{''.join(calls)}"
 
 
 def _builder(key: str, names: Sequence[str]) -> str:
@@ -83,16 +83,16 @@ def _builder(key: str, names: Sequence[str]) -> str:
     globs = ", ".join(map(_quoted, names))
     if key in ("fp32_module", "fp32_param"):
         return f".keep_fp32({key.removeprefix('fp32_')}s=[{globs}])"
-    treatment, _, kind = key.rpartition("_")
+    treatment, _, target = key.rpartition("_")
     if treatment in QUANTISED:
-        return f".{treatment}({kind}s=[{globs}])"
+        return f".{treatment}({target}s=[{globs}])"
     return f".{key}({globs})" if key in TREATMENTS and not any("@" in name for name in names) else ""
 
 
 def _rule(key: str, name: str) -> str:
     if key.endswith(("_module", "_param")):
-        treatment, _, kind = key.rpartition("_")
-        return f"Rule({_quoted(treatment)}, {kind}={_quoted(name)})"
+        treatment, _, target = key.rpartition("_")
+        return f"Rule({_quoted(treatment)}, {target}={_quoted(name)})"
     op, at, module = name.partition("@")
     named = [f"op={_quoted(op)}", *([f"module={_quoted(module)}"] if at else [])]
     return f"Rule({_quoted(key)}, {', '.join(named)})"
@@ -128,17 +128,17 @@ def exact(path: str) -> str:
 
 
 def written(glob: str) -> str:
-    """Return a glob as a policy's text has it: what separates there stands between square brackets.
+    """Return a glob as a policy's text has it: a character that separates there is put between square brackets.
 
     Example:
         >>> written("a,b.*"), written("a[,]b.*")
         ('a[,]b.*', 'a[,]b.*')
     """
-    return _SINGLE.sub(lambda found: f"[{found[1]}]" if found[1] else found[0], glob)
+    return _SINGLE.sub(lambda match: f"[{match[1]}]" if match[1] else match[0], glob)
 
 
 def matches(path: str, glob: str) -> bool:
-    """Say whether a glob matches a path, or is that path's own text.
+    """Whether a glob matches a path, or is that path's own text.
 
     Example:
         >>> matches("body.[cls]", "body.[cls]"), matches("body.c", "body.[cls]"), matches("body.c", "body.[[]cls]")
@@ -153,31 +153,31 @@ def _spells(glob: str, path: str) -> bool:
 
 
 def as_named(glob: str, paths: Iterable[str]) -> str:
-    """Return the glob for the one of some paths that it spells and, read as a pattern, would miss; else itself.
+    """Return the exact glob of the path that a glob spells but, read as a pattern, would miss; else the glob itself.
 
     Example:
         >>> as_named("body.[cls]", ["body.[cls]", "body.c"]), as_named("body.[cls]", ["body.c"])
         ('body.[[]cls]', 'body.[cls]')
     """
-    known = [*paths] if "[" in glob else []
-    named = next((path for path in known if _spells(glob, path)), None)
-    if named is None or fnmatch.fnmatchcase(named, glob) or any(exact(path) == glob for path in known):
+    candidates = [*paths] if "[" in glob else []
+    named = next((path for path in candidates if _spells(glob, path)), None)
+    if named is None or fnmatch.fnmatchcase(named, glob) or any(exact(path) == glob for path in candidates):
         return glob
     return exact(named)
 
 
 def lies_in(path: str, glob: str) -> bool:
-    """Say whether a glob matches a module's path, or that of a module around it."""
+    """Whether a glob matches a module's path, or that of a module around it."""
     return any(matches(part, glob) for part in _ancestry(path))
 
 
 def separated(text: str, separator: str, most: int = 0) -> list[str]:
-    """Split a text at a separator, but for where it stands for itself.
+    """Split a text at a separator, but not where the separator is between square brackets.
 
     Args:
         text: The text.
         separator: A regular expression that matches one character.
-        most: How often; 0 for wherever it stands.
+        most: The largest number of splits; 0 for all.
 
     Example:
         >>> separated("a[+]b+c", "[+]")
@@ -187,39 +187,39 @@ def separated(text: str, separator: str, most: int = 0) -> list[str]:
 
 
 def names_in(value: str) -> list[str]:
-    """Return the names that stand behind a rule's key."""
+    """Return the names in a rule's value, such as ``a+b``."""
     return separated(value, "[+]")
 
 
 def split(text: str) -> list[str]:
     """Split a text at commas outside brackets: a loss scale's own text may hold some."""
     parts = list[str]()
-    for each in separated(text, ","):
+    for part in separated(text, ","):
         if parts and is_open(parts[-1]):
-            parts[-1] += f",{each}"
+            parts[-1] += f",{part}"
         else:
-            parts.append(each)
+            parts.append(part)
     return parts
 
 
 def is_open(text: str) -> bool:
-    """Say whether a bracket is not closed."""
+    """Whether a text has a bracket that is not closed."""
     return len(separated(text, "[(]")) > len(separated(text, "[)]"))
 
 
 _STORAGE_TREATMENTS: Final[tuple[Treatment, ...]] = ("low", "fp32")
-#: Those that a module or a parameter may be given: its storage and all its ops, or its products alone.
+#: The treatments of a module or a parameter: of its storage and all its ops, or of its products alone.
 _PLACED: Final = (*_STORAGE_TREATMENTS, *QUANTISED)
-#: What stands for rules in a policy's text: a treatment, and what it is given to where that is no op.
+#: The keys of rules in a policy's text: a treatment, and its target where that is no op.
 RULE_KEYS: Final = (
     *TREATMENTS,
-    *(f"{treatment}_{kind}" for kind in ("module", "param") for treatment in _PLACED),
+    *(f"{treatment}_{target}" for target in ("module", "param") for treatment in _PLACED),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Give one treatment to the ops, modules or parameters that match.
+    """A treatment, and the ops, modules or parameters that it is for.
 
     In a policy rules are ordered and the first match wins. A module glob also covers everything inside
     the modules it matches.
@@ -252,28 +252,32 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.treatment, str) or self.treatment not in TREATMENTS:
             word = self.treatment if isinstance(self.treatment, str) else ""
-            near = closest(word, TREATMENTS) or "fp32"
+            nearest_treatment = closest(word, TREATMENTS) or "fp32"
             raise PolicyError(
                 f"unknown treatment {shown(self.treatment)}",
                 where=f"Rule({shown(self.treatment)}, …)",
                 why=nearest(shown(self.treatment), TREATMENTS),
-                write=_example(near, next((kind for kind in ("module", "param") if getattr(self, kind)), "op")),
+                write=_example(
+                    nearest_treatment, next((target for target in ("module", "param") if getattr(self, target)), "op")
+                ),
             )
         if not isinstance(self.reason, str):
             raise PolicyError(f"the reason is {shown(self.reason)}, not text", write='reason="…"')
         globs = {"op": self.op, "module": self.module, "param": self.param}
-        for kind, glob in globs.items():
+        for target, glob in globs.items():
             if not isinstance(glob, str | None):
-                raise PolicyError(f"the {kind} glob is {shown(glob)}, not text", write=_example(self.treatment, kind))
+                raise PolicyError(
+                    f"the {target} glob is {shown(glob)}, not text", write=_example(self.treatment, target)
+                )
         rule = f"Rule({self.treatment!r}"
         if not any(globs.values()):
-            write = ";\nor ".join(_example(self.treatment, kind) for kind in globs)
+            write = ";\nor ".join(_example(self.treatment, target) for target in globs)
             raise PolicyError("a rule must match something", where=f"{rule})", write=write)
-        for kind, glob in globs.items():
-            if glob == "" or (kind == "op" and glob is not None and written(glob) != glob):
-                raise _unwritten(self.treatment, kind, glob)
+        for target, glob in globs.items():
+            if glob == "" or (target == "op" and glob is not None and written(glob) != glob):
+                raise _unwritten(self.treatment, target, glob)
             if glob is not None:
-                object.__setattr__(self, kind, written(glob))
+                object.__setattr__(self, target, written(glob))
         if self.param is not None and (self.op is not None or self.module is not None):
             raise PolicyError(
                 f"the rule on parameter {self.param!r} also names an op or a module",
@@ -281,11 +285,11 @@ class Rule:
                 write=f'{rule}, param="{self.module or "block"}.{self.param}")',
             )
         if self.op is None and self.treatment not in _PLACED:
-            kind, glob = ("module", self.module) if self.param is None else ("parameter", self.param)
+            target, glob = ("module", self.module) if self.param is None else ("parameter", self.param)
             raise PolicyError(
-                f"a {kind} cannot be treated as {self.treatment!r}",
-                where=f"{kind} {glob!r}",
-                why=f"a {kind} takes low and fp32, and its weights are stored so, or fp8, mxfp8 and nvfp4 for its "
+                f"a {target} cannot be treated as {self.treatment!r}",
+                where=f"{target} {glob!r}",
+                why=f"a {target} takes low and fp32, and its weights are stored so, or fp8, mxfp8 and nvfp4 for its "
                 f"products; {self.treatment} is of ops",
                 write=both(f"{self.treatment}=*@{glob}" if self.param is None else f"fp32_param={glob}"),
             )
@@ -303,7 +307,7 @@ class Rule:
             )
 
     def matches(self, *, op: str, module: str | None) -> bool:
-        """Say whether this rule decides about an op.
+        """Whether this rule decides about an op.
 
         Args:
             op: The op's base name.
@@ -318,11 +322,11 @@ class Rule:
         )
 
     def matches_module(self, path: str) -> bool:
-        """Say whether the module glob matches a module or one that contains it."""
+        """Whether the module glob matches a module or one that contains it."""
         return self.module is not None and lies_in(path, self.module)
 
     def matches_param(self, path: str) -> bool:
-        """Say whether the parameter glob matches a parameter's or buffer's path."""
+        """Whether the parameter glob matches a parameter's or buffer's path."""
         return self.param is not None and matches(path, self.param)
 
     def as_named(self, modules: Iterable[str], params: Iterable[str]) -> Rule:
@@ -388,24 +392,24 @@ class Decision:
     source: str
 
 
-def _unwritten(treatment: Treatment | str, kind: str, glob: str, entry: str = "") -> PolicyError:
+def _unwritten(treatment: Treatment | str, target: str, glob: str, entry: str = "") -> PolicyError:
     """Build the error of a name that a text would cut in two; the entry has it whole."""
-    write = f"one name for each {kind}: {_example(treatment, kind)}"
+    write = f"one name for each {target}: {_example(treatment, target)}"
     if entry and not re.search(r"\s", glob):  # which is a slip
         write += f";\nor for the one of this name {both(entry)}"
     return PolicyError(
-        f"the {kind} glob {shown(glob)} cannot be written in a policy's text",
+        f"the {target} glob {shown(glob)} cannot be written in a policy's text",
         why="a glob is not empty, and a space and , + = @ ; ( ) # separate globs",
         write=write,
     )
 
 
-def _example(treatment: Treatment | str, kind: str) -> str:
+def _example(treatment: Treatment | str, target: str) -> str:
     """Write a cure that gives a treatment to things of a kind, in both spellings."""
-    if kind == "op":
+    if target == "op":
         return both(f"{treatment}={'linear' if treatment in QUANTISED else 'softmax+gelu'}")
     treated = treatment if treatment in _PLACED else "fp32"
-    return both(f"{treated}_{kind}={'head+blocks.*' if kind == 'module' else '*.scale+*.bias'}")
+    return both(f"{treated}_{target}={'head+blocks.*' if target == 'module' else '*.scale+*.bias'}")
 
 
 def format_rules(rules: Iterable[Rule]) -> str:
@@ -430,15 +434,15 @@ def parse_rules(key: str, names: str, reason: str = "") -> tuple[Rule, ...]:
     Raises:
         PolicyError: As :class:`Rule` does.
     """
-    treatment, _, kind = key.rpartition("_") if key not in TREATMENTS else (key, "", "")
-    scoped = [("", "", name) if kind else name.partition("@") for name in names_in(names)]
+    treatment, _, target = key.rpartition("_") if key not in TREATMENTS else (key, "", "")
+    scoped = [("", "", name) if target else name.partition("@") for name in names_in(names)]
     for op, at, glob in scoped:
         if (name := written(glob)) != glob:
-            raise _unwritten(treatment, kind or "module", glob, f"{key}={op}{at}{name}")
-    if kind:
-        return tuple(Rule(cast(Any, treatment), **{kind: glob}, reason=reason) for *_, glob in scoped)
-    made = ((op, module if at else None) for op, at, module in scoped)
-    return tuple(Rule(cast(Any, treatment), op=op, module=module, reason=reason) for op, module in made)
+            raise _unwritten(treatment, target or "module", glob, f"{key}={op}{at}{name}")
+    if target:
+        return tuple(Rule(cast(Any, treatment), **{target: glob}, reason=reason) for *_, glob in scoped)
+    selectors = ((op, module if at else None) for op, at, module in scoped)
+    return tuple(Rule(cast(Any, treatment), op=op, module=module, reason=reason) for op, module in selectors)
 
 
 @lru_cache(maxsize=4096)  # a region of a policy that is new asks it of each rule for each op

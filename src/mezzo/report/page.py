@@ -57,19 +57,23 @@ def draw(evidence: Evidence, path: str | os.PathLike[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    held = {kind: [t.histogram for s in evidence.steps for t in s.tensors if t.kind == kind] for kind in KINDS}
-    kinds = [kind for kind in KINDS if held[kind]]
+    tensors = [tensor for step in evidence.steps for tensor in step.tensors]
+    histograms = {
+        tensor_kind: [tensor.histogram for tensor in tensors if tensor.kind == tensor_kind] for tensor_kind in KINDS
+    }
+    kinds = [tensor_kind for tensor_kind in KINDS if histograms[tensor_kind]]
     figure = Figure(figsize=(10, 1.0 + 1.5 * max(1, len(kinds))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(max(1, len(kinds)), 1, sharex=True, squeeze=False)[:, 0]
     low, high = _USUAL
-    for axis, kind in zip(axes, kinds, strict=False):
-        histogram = ExponentHistogram.total_of(held[kind])
-        found = shares(histogram)
-        axis.bar(list(found), list(found.values()), width=0.9, color="tab:gray")
+    for axis, tensor_kind in zip(axes, kinds, strict=False):
+        histogram = ExponentHistogram.total_of(histograms[tensor_kind])
+        exponents = shares(histogram)
+        axis.bar(list(exponents), list(exponents.values()), width=0.9, color="tab:gray")
         zeros = histogram.zeros / histogram.total if histogram.total else 0.0
-        axis.set_title(f"{kind.replace('_', ' ')} (zero: {zeros:.1%})".replace("%", " %"), loc="left", fontsize=9)
-        low, high = min([low, *found]), max([high, *found])
+        title = f"{tensor_kind.replace('_', ' ')} (zero: {zeros:.1%})".replace("%", " %")
+        axis.set_title(title, loc="left", fontsize=9)
+        low, high = min([low, *exponents]), max([high, *exponents])
         _limits(axis)
     axes[0].legend(loc="upper right", fontsize=7, ncols=len(_FORMATS))
     axes[-1].set_xlim(low - 1, high + 1)
@@ -92,32 +96,33 @@ def draw_statistics(path: str | os.PathLike[str], rows: Iterable[Mapping[str, An
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    held: dict[str, dict[str, dict[int, float]]] = {}
+    by_kind: dict[str, dict[str, dict[int, float]]] = {}
     for row in rows:
         exponent = math.log2(row["largest"]) if row["largest"] else math.nan
-        held.setdefault(row["kind"], {}).setdefault(row["module"] or MODEL, {})[row["step"]] = exponent
-    kinds = [kind for kind in KINDS if kind in held]
-    heights = [max(1.0, 0.15 * len(held[kind])) for kind in kinds] or [1.0]
+        by_kind.setdefault(row["kind"], {}).setdefault(row["module"] or MODEL, {})[row["step"]] = exponent
+    kinds = [tensor_kind for tensor_kind in KINDS if tensor_kind in by_kind]
+    heights = [max(1.0, 0.15 * len(by_kind[tensor_kind])) for tensor_kind in kinds] or [1.0]
     figure = Figure(figsize=(10, 1.0 + sum(heights) + 0.5 * len(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, kind in zip(axes, kinds, strict=False):
-        modules, steps = list(held[kind]), sorted({step for each in held[kind].values() for step in each})
-        numbers = [[held[kind][module].get(step, math.nan) for step in steps] for module in modules]
+    for axis, tensor_kind in zip(axes, kinds, strict=False):
+        levels = by_kind[tensor_kind]
+        steps = sorted({step for by_step in levels.values() for step in by_step})
+        numbers = [[by_step.get(step, math.nan) for step in steps] for by_step in levels.values()]
         image = axis.imshow(numbers, aspect="auto", interpolation="nearest", cmap="viridis")
         figure.colorbar(image, ax=axis)
-        axis.set_title(f"{kind.replace('_', ' ')}: log₂ of the largest |x|", loc="left", fontsize=9)
-        axis.set_yticks(range(len(modules)), modules, fontsize=6)
+        axis.set_title(f"{tensor_kind.replace('_', ' ')}: log₂ of the largest |x|", loc="left", fontsize=9)
+        axis.set_yticks(range(len(levels)), list(levels), fontsize=6)
         shown = range(0, len(steps), 1 + len(steps) // 12)
-        axis.set_xticks(shown, [steps[place] for place in shown], fontsize=7)
+        axis.set_xticks(shown, [steps[index] for index in shown], fontsize=7)
     axes[-1].set_xlabel("step")
     figure.savefig(Path(path), dpi=110)
 
 
 def _limits(axis: Any) -> None:
     for target, colour in _FORMATS:
-        for place, (exponent, style) in enumerate(_ends(target)):
-            label = format_text([target.name]) if place == 0 else None
+        for number, (exponent, style) in enumerate(_ends(target)):
+            label = format_text([target.name]) if number == 0 else None
             axis.axvline(exponent - 0.5, color=colour, linestyle=style, linewidth=1, label=label)
 
 
@@ -183,15 +188,15 @@ def losses_of(run: Run) -> list[float]:
 
 def differences_of(comparison: Comparison, run: Run) -> list[float]:
     """Return its smoothed losses less FP32's with the same seed, as far as both go."""
-    base = next((each for each in comparison.of("O0") if each.seed == run.seed), None)
+    base = next((reference for reference in comparison.of("O0") if reference.seed == run.seed), None)
     return (
         [] if base is None else [mine - theirs for mine, theirs in zip(losses_of(run), losses_of(base), strict=False)]
     )
 
 
-def look(place: int) -> tuple[str, bool]:
+def look(index: int) -> tuple[str, bool]:
     """Return the colour of a policy's lines, and whether they are dashed: beyond the palette they are."""
-    return ("black", False) if place == 0 else (COLOURS[(place - 1) % len(COLOURS)], place > len(COLOURS))
+    return ("black", False) if index == 0 else (COLOURS[(index - 1) % len(COLOURS)], index > len(COLOURS))
 
 
 def draw_curves(comparison: Comparison, path: Path) -> None:
@@ -208,8 +213,8 @@ def draw_curves(comparison: Comparison, path: Path) -> None:
     axes = figure.subplots(2 + does_move, 1, sharex=True, height_ratios=(2.4, 1.3, 1.1)[: 2 + does_move])
     losses, differences = axes[:2]
     smallest, largest = math.inf, 0.0
-    for place, policy in enumerate(comparison.policies):
-        colour, is_dashed = look(place)
+    for index, policy in enumerate(comparison.policies):
+        colour, is_dashed = look(index)
         style: dict[str, Any] = {"color": colour, "linestyle": "--" if is_dashed else "-", "linewidth": 1.3}
         for number, run in enumerate(comparison.of(policy)):
             line = losses_of(run)
@@ -255,7 +260,7 @@ def write_page(comparison: Comparison, path: Path) -> None:
         _figure(comparison, "loss scale", lambda run: list(run.scales)),
     ]
     figures = [
-        plotly.io.to_html(each, full_html=False, include_plotlyjs=number == 0) for number, each in enumerate(drawn)
+        plotly.io.to_html(figure, full_html=False, include_plotlyjs=number == 0) for number, figure in enumerate(drawn)
     ]
     text = files("mezzo.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True).from_string(text)
@@ -270,8 +275,8 @@ def _figure(comparison: Comparison, title: str, values: Callable[[Run], Sequence
 
     figure = go.Figure()
     shown = [value for run in comparison.runs for value in values(run) if math.isfinite(value)]
-    for place, policy in enumerate(comparison.policies):
-        colour, is_dashed = look(place)
+    for index, policy in enumerate(comparison.policies):
+        colour, is_dashed = look(index)
         for number, run in enumerate(comparison.of(policy)):
             line = [value if math.isfinite(value) else None for value in values(run)]
             figure.add_scatter(

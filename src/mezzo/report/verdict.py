@@ -80,8 +80,8 @@ def margin_of(comparison: Comparison) -> float:
     """Return how far from FP32 a policy may be to be called equal."""
     if comparison.margin is not None:
         return comparison.margin
-    known = [run.metric for run in comparison.of("O0") if run.metric is not None and math.isfinite(run.metric)]
-    return _MARGIN * abs(statistics.fmean(known)) if known else 0.0
+    metrics = [run.metric for run in comparison.of("O0") if run.metric is not None and math.isfinite(run.metric)]
+    return _MARGIN * abs(statistics.fmean(metrics)) if metrics else 0.0
 
 
 def rows(comparison: Comparison) -> list[PolicyRow]:
@@ -99,8 +99,8 @@ def _row(comparison: Comparison, policy: str, margin: float) -> PolicyRow:
     interval = _interval(differences)
 
     def least(values: Iterator[Any]) -> Any:
-        known = [value for value in values if value is not None]
-        return statistics.median_low(known) if known else None
+        present = [value for value in values if value is not None]
+        return statistics.median_low(present) if present else None
 
     times = [run.step_ms[1] for run in runs if run.step_ms is not None]
     shares = [run.low_share for run in runs if run.low_share is not None]
@@ -128,14 +128,14 @@ def _row(comparison: Comparison, policy: str, margin: float) -> PolicyRow:
             what: why
             for run in runs
             for what, why in run.left_alone.items()
-            if not any(what in each.left_alone for each in comparison.of("O0"))
+            if not any(what in reference.left_alone for reference in comparison.of("O0"))
         },
     )
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    present = [value for value in values if value is not None]
+    return statistics.fmean(present) if present else None
 
 
 def _interval(differences: Sequence[float]) -> tuple[float, float] | None:
@@ -175,8 +175,8 @@ def _diverged(run: Run) -> bool:
 
 def verdict(comparison: Comparison) -> list[str]:
     """Return what the comparison came to, in words, the answer first."""
-    found, margin, metric = rows(comparison), margin_of(comparison), comparison.metric
-    base = next((row for row in found if row.policy == "O0"), None)
+    compared, margin, metric = rows(comparison), margin_of(comparison), comparison.metric
+    base = next((row for row in compared if row.policy == "O0"), None)
     if base is None:
         return ["No run has finished."]
     runs = "one run of each" if comparison.seeds is None else f"{counted(comparison.seeds, 'seed')} of each"
@@ -187,27 +187,27 @@ def verdict(comparison: Comparison) -> list[str]:
     diverged = any(map(_diverged, comparison.of("O0")))
     if diverged:
         lines.append(f"FP32 itself diverged: {_lost(base)}; nothing can be said of policies beside it.")
-    for row in found:
+    for row in compared:
         if row is not base:
             left = "".join(f"; left alone: {what}: {why.partition(chr(10))[0]}" for what, why in row.left_alone.items())
             lines.append(f"{short(row.policy)}: {_words(row, comparison)}{left}.")
     missing = [policy for policy in comparison.policies if not comparison.of(policy)]
     if missing:
         lines.append(f"Not run: {'; '.join(map(short, missing))}.")
-    fewer = [short(row.policy) for row in found if row.runs < (comparison.seeds or 1)]
+    fewer = [short(row.policy) for row in compared if row.runs < (comparison.seeds or 1)]
     if fewer:
         lines.append(f"Not all seeds have run of {'; '.join(fewer)}; the same command goes on.")
-    if not diverged and not fewer and any(row.verdict == "undecided" for row in found):
+    if not diverged and not fewer and any(row.verdict == "undecided" for row in compared):
         more = 3 if (comparison.seeds or 0) < 3 else 2 * (comparison.seeds or 0)
         lines.append(f"Undecided needs more seeds: --seeds {more}, for a script that takes --seed.")
-    sized = [(row.held_bytes + row.saved_bytes, row.policy) for row in found if row.held_bytes and row.saved_bytes]
+    sized = [(row.held_bytes + row.saved_bytes, row.policy) for row in compared if row.held_bytes and row.saved_bytes]
     whole = next((size for size, policy in sized if policy == "O0"), None)
     if whole is not None and len(sized) > 1:
         least, policy = min(sized)
         lines.append(
             f"Least memory: {short(policy)}, {byte_text(least)} held and saved, {least / whole:.2f}× that of FP32."
         )
-    if any(row.emulated for row in found):
+    if any(row.emulated for row in compared):
         lines.append("Products were emulated: time, and what recurrent layers save, say nothing about the format.")
     return lines
 
@@ -240,7 +240,7 @@ def _lost(row: PolicyRow) -> str:
 def _between(row: PolicyRow, unit: str) -> str:
     if row.interval is None:
         return ""
-    low, high = (number(each, sign=True) for each in row.interval)
+    low, high = (number(end, sign=True) for end in row.interval)
     return f" (95 %: {low} to {high}{unit})"
 
 
@@ -301,23 +301,23 @@ class OperandRow:
 
 def operand_rows(comparison: Comparison) -> list[OperandRow]:
     """Return a row for each policy, layer and operand; none where no product was below sixteen bits."""
-    made = []
+    operands = []
     for policy in comparison.policies:
-        found: dict[tuple[str, str, str], list[Any]] = {}
-        for each in (each for run in comparison.of(policy) for each in run.operands):
-            layer = ".".join(filter(None, (each["module"], each["name"]))).removesuffix(".weight")
-            found.setdefault((layer, each["role"], each["format"]), []).append(each)
-        made += [
+        by_operand: dict[tuple[str, str, str], list[Any]] = {}
+        for losses in [losses for run in comparison.of(policy) for losses in run.operands]:
+            layer = ".".join(filter(None, (losses["module"], losses["name"]))).removesuffix(".weight")
+            by_operand.setdefault((layer, losses["role"], losses["format"]), []).append(losses)
+        operands += [
             OperandRow(
                 policy=policy, layer=layer, role=role, format=form,
-                saturated=statistics.fmean(each["saturated"] for each in runs),
-                flushed=statistics.fmean(each["flushed"] for each in runs),
-                below_noise=_mean([each["below_noise"] for each in runs]),
-                noise=_mean([each.get("noise") for each in runs]),
+                saturated=statistics.fmean(losses["saturated"] for losses in runs),
+                flushed=statistics.fmean(losses["flushed"] for losses in runs),
+                below_noise=_mean([losses["below_noise"] for losses in runs]),
+                noise=_mean([losses.get("noise") for losses in runs]),
             )
-            for (layer, role, form), runs in found.items()
+            for (layer, role, form), runs in by_operand.items()
         ]  # fmt: skip
-    return made
+    return operands
 
 
 def operand_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -349,8 +349,8 @@ def cells(comparison: Comparison, *, full: bool = False) -> tuple[list[str], lis
         full: With bytes beside their ratio to FP32's, losses that were not finite, products that ran low, and the peak
             of memory.
     """
-    found = rows(comparison)
-    base = found[0] if found else None
+    compared = rows(comparison)
+    base = compared[0] if compared else None
     unit = f", {comparison.metric.unit}".rstrip(", ")
     heads = [
         "policy",
@@ -364,13 +364,13 @@ def cells(comparison: Comparison, *, full: bool = False) -> tuple[list[str], lis
     ]
     heads += ["skipped", "scale"]
     heads += ["not finite", "ran low", "peak"] if full else []
-    return heads, [_cells(row, base, full) for row in found]
+    return heads, [_cells(row, base, full) for row in compared]
 
 
 def _cells(row: PolicyRow, base: PolicyRow | None, full: bool) -> list[str]:
     difference = "" if row.difference is None else number(row.difference, sign=True, digits=3)
     if row.interval is not None:
-        low, high = (number(each, sign=True, digits=3) for each in row.interval)
+        low, high = (number(end, sign=True, digits=3) for end in row.interval)
         difference += f" ({low} … {high})"
     beside = row if base is None else base
     shown = [
@@ -406,28 +406,28 @@ def table(comparison: Comparison, *, full: bool = False, width: int | None = Non
         full: See :func:`cells`.
         width: In characters. Columns that do not fit are left out, those least asked for first, and a caption says so.
     """
-    heads, found = cells(comparison, full=full)
-    found = [[_folded(row[0]), *row[1:]] for row in found]
+    heads, lines = cells(comparison, full=full)
+    lines = [[_folded(row[0]), *row[1:]] for row in lines]
     widths = [
-        max(len(part) for each in column for part in each.split("\n")) for column in zip(heads, *found, strict=True)
+        max(len(part) for cell in column for part in cell.split("\n")) for column in zip(heads, *lines, strict=True)
     ]
     left_out = list[int]()
-    for place in () if full else _LEAST:
-        kept = [size + 2 for place, size in enumerate(widths) if place not in left_out]
-        if width is not None and sum(kept) - 1 > width:
-            left_out.append(place)
+    for index in () if full else _LEAST:
+        widths_left = [size + 2 for index, size in enumerate(widths) if index not in left_out]
+        if width is not None and sum(widths_left) - 1 > width:
+            left_out.append(index)
     caption = (
-        f"left out: {', '.join(heads[place] for place in sorted(left_out))}; --full shows them" if left_out else None
+        f"left out: {', '.join(heads[index] for index in sorted(left_out))}; --full shows them" if left_out else None
     )
     shown = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold",
         caption=caption, caption_justify="left",
     )  # fmt: skip
-    for place, head in enumerate(heads):
-        if place not in left_out:
-            shown.add_column(Text(head), justify="left" if place < 2 else "right", overflow="fold")
-    for row in found:
-        shown.add_row(*(Text(printable(each, keep="\n")) for at, each in enumerate(row) if at not in left_out))
+    for index, head in enumerate(heads):
+        if index not in left_out:
+            shown.add_column(Text(head), justify="left" if index < 2 else "right", overflow="fold")
+    for row in lines:
+        shown.add_row(*(Text(printable(cell, keep="\n")) for at, cell in enumerate(row) if at not in left_out))
     return shown
 
 

@@ -261,7 +261,7 @@ class LossScale:
         return ScaleState.made(self.init, counts, device)
 
 
-_DEFAULTS: Mapping[str, Any] = MappingProxyType({each.name: each.default for each in dataclasses.fields(LossScale)})
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({field.name: field.default for field in dataclasses.fields(LossScale)})
 
 
 # Fields -----------------------------------------------------------------------------------------------
@@ -334,8 +334,8 @@ def _unknown_fields(names: Collection[str], where: str) -> Iterator[PolicyError]
     """Yield a problem for each name that is no field of a dynamic scale."""
     for name in names:
         if name not in _FIELDS:
-            near = closest(name, _FIELDS) or "interval"
-            write = "init=2**16" if near == "init" else _FIELDS[near].write
+            suggestion = closest(name, _FIELDS) or "interval"
+            write = "init=2**16" if suggestion == "init" else _FIELDS[suggestion].write
             yield PolicyError(f"unknown field {name!r}", where=where, why=nearest(name, _FIELDS), write=write)
 
 
@@ -363,14 +363,14 @@ def _fault(name: str, value: Any, where: str) -> PolicyError | None:
 
 
 def _out_of_order(values: Mapping[str, Any], wrong: Collection[str]) -> Iterator[PolicyError]:
-    for low, high in (("floor", "ceiling"), ("floor", "init"), ("init", "ceiling")):
-        least, most = values[low], values[high]
-        if low not in wrong and high not in wrong and most is not None and least > most:
+    for lower, upper in (("floor", "ceiling"), ("floor", "init"), ("init", "ceiling")):
+        least, most = values[lower], values[upper]
+        if lower not in wrong and upper not in wrong and most is not None and least > most:
             yield PolicyError(
-                f"{low} {_written(least)} is above {high} {_written(most)}",
+                f"{lower} {_written(least)} is above {upper} {_written(most)}",
                 where="LossScale",
                 why="the scale stays between floor and ceiling",
-                write=f"{high}={_written(least)}" if high == "ceiling" else f"floor={_written(most)}",
+                write=f"{upper}={_written(least)}" if upper == "ceiling" else f"floor={_written(most)}",
             )
 
 
@@ -380,9 +380,9 @@ def _unused(
     """Refuse fields that a scale which never moves would ignore."""
     expected = {**defaults, "mode": mode, **({"init": 1.0} if mode == "none" else {})}
     settable = (*_SETTABLE[mode], *wrong)
-    if given := [name for name in values if name not in settable and values[name] != expected[name]]:
+    if unused := [name for name in values if name not in settable and values[name] != expected[name]]:
         yield PolicyError(
-            f"a scale of mode {mode!r} has no {', '.join(given)}",
+            f"a scale of mode {mode!r} has no {', '.join(unused)}",
             where="LossScale",
             why="it never moves",
             write="LossScale.none()" if mode == "none" else f"LossScale.constant({shown(values['init'])})",

@@ -61,7 +61,9 @@ class Scaler:
         self.config = config
         self.state, self.in_graph = config.start(device), False
         self._compute = compute
-        self._told: list[Tensor] = []  # of each step since the last move whether it overflowed, and whether it is held
+        self._reports: list[
+            Tensor
+        ] = []  # of each step since the last move whether it overflowed, and whether it is held
 
     @property
     def changes_gradients(self) -> bool:
@@ -76,30 +78,30 @@ class Scaler:
         return wide * moved(self.state.scale, loss.device)
 
     def update(self, found_inf: Tensor, *, hold: Tensor | None = None) -> None:
-        """Take note of a step.
+        """Record whether a step has overflowed, for the next :meth:`advance`.
 
         Args:
             found_inf: 0-d bool: whether its gradients were not finite.
             hold: 0-d bool: the step does not count, whatever was found.
         """
-        self._told += found_inf, torch.zeros_like(found_inf) if hold is None else hold
+        self._reports += found_inf, torch.zeros_like(found_inf) if hold is None else hold
 
     def advance(self) -> None:
         """Move to the next state; it stays where no step counts."""
-        told, self._told = self._told, []
-        if not told or self.config.mode == "none":
+        reports, self._reports = self._reports, []
+        if not reports or self.config.mode == "none":
             return
         before = self.state
         if self.in_graph or before.scale.device.type != "cpu":
-            self.state = ScaleState(*self._compute(moved_on, (self.config,), [*before.tensors(), *told]))
+            self.state = ScaleState(*self._compute(moved_on, (self.config,), [*before.tensors(), *reports]))
             return
-        values = list(map(bool, map(Tensor.numpy, told)))  # numpy asks nothing of a device
-        overflowed, held = _as_one_step(values, not_)
-        after = before if held else next_scale_on_host(before, overflowed, self.config)
+        values = list(map(bool, map(Tensor.numpy, reports)))  # numpy asks nothing of a device
+        overflowed, is_held = _as_one_step(values, not_)
+        after = before if is_held else next_scale_on_host(before, overflowed, self.config)
         self.state = replace(after, scale=before.scale.clone()) if after.scale is before.scale else after
 
     def set(self, scale: float | Tensor) -> None:
-        """Go on with another scale, and forget what was found; the count of clean steps goes on. No host sync.
+        """Set another scale, and drop what steps have reported; the count of clean steps goes on. No host sync.
 
         Args:
             scale: A number, or a tensor of one element.
@@ -111,19 +113,19 @@ class Scaler:
             value = torch.full_like(here, scale)
         self.hold(replace(self.state, scale=value), in_graph=False)
 
-    def follow(self, config: LossScale) -> None:
-        """Go on by other rules, with the scale and all that was counted, overflows since a clean step too."""
+    def reconfigure(self, config: LossScale) -> None:
+        """Change the rules; the scale and all counts stay, those of overflows since a clean step too."""
         spent = self.config.hysteresis - self.state.budget
         self.config, self.state = config, replace(self.state, budget=(config.hysteresis - spent).clamp(min=1))
 
     def hold(self, state: ScaleState, *, in_graph: bool) -> None:
-        """Go on from a state, between two steps; what was found before is forgotten.
+        """Replace the state, between two steps, and drop what steps have reported.
 
         Args:
             state: The state; it is not copied.
             in_graph: Whether it is a graph's.
         """
-        self.state, self.in_graph, self._told = state, in_graph, []
+        self.state, self.in_graph, self._reports = state, in_graph, []
 
     # In a captured graph ----------------------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class Scaler:
         return self.state.clone()
 
     def enter(self, tensors: ScaleState) -> None:
-        """Go on in the tensors of a graph, with the values of now; no host sync.
+        """Move the state into the tensors of a graph, with the values of now; no host sync.
 
         Args:
             tensors: Of :meth:`tensors`.
@@ -142,7 +144,7 @@ class Scaler:
         self.hold(tensors, in_graph=True)
 
     def leave(self) -> None:
-        """Go on in tensors that no replay overwrites; no host sync."""
+        """Move the state into tensors that no replay overwrites; no host sync."""
         if self.in_graph:
             self.hold(self.state.clone(), in_graph=False)
 
@@ -168,14 +170,15 @@ def moved_on(config: LossScale, *tensors: Tensor) -> list[Tensor]:
         config: The rules; not those of mode ``"none"``.
         *tensors: The four numbers of the state before; then of each step whether it overflowed, and whether it is held.
     """
-    before, told = tensors[:4], tensors[4:]
-    overflowed, held = _as_one_step(told, invert)
+    before, reports = tensors[:4], tensors[4:]
+    overflowed, is_held = _as_one_step(reports, invert)
     return [
-        torch.where(held, old, new) for old, new in zip(before, next_numbers(before, overflowed, config), strict=True)
+        torch.where(is_held, old, new)
+        for old, new in zip(before, next_numbers(before, overflowed, config), strict=True)
     ]
 
 
-def _as_one_step(told: Sequence[Any], counts: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _as_one_step(reports: Sequence[Any], counts: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Return whether a step that counts has overflowed, and whether none counts."""
-    flags, holds = told[::2], told[1::2]
+    flags, holds = reports[::2], reports[1::2]
     return reduce(or_, map(and_, flags, map(counts, holds))), reduce(and_, holds)

@@ -58,7 +58,7 @@ class ScaleState:
         return type(self)(*(tensor.to(device, copy=True) for tensor in self.tensors()))
 
     def copy_(self, other: ScaleState) -> None:
-        """Take over another state's values, in place: a captured graph holds addresses.
+        """Copy another state's values in place: a captured graph holds addresses.
 
         Args:
             other: The state.

@@ -70,18 +70,18 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
     return ScaleState(*next_numbers(state.tensors(), found_inf.to(torch.bool), config))
 
 
-def next_numbers(numbers: Sequence[Tensor], found: Tensor, config: LossScale) -> list[Tensor]:
+def next_numbers(numbers: Sequence[Tensor], found_inf: Tensor, config: LossScale) -> list[Tensor]:
     """Return the numbers of a state after a step: the rule on the device.
 
     Args:
         numbers: Of the state before, in their order.
-        found: 0-d bool: whether this step overflowed.
+        found_inf: 0-d bool: whether this step overflowed.
         config: The rules; not those of mode ``"none"``.
     """
     scale, clean_steps, budget, floor_overflows = numbers
     if config.mode == "constant":
-        return [scale, clean_steps, budget, (floor_overflows + 1) * found]
-    scale, *counts = _moved((scale.double(), *numbers[1:]), found, config)
+        return [scale, clean_steps, budget, (floor_overflows + 1) * found_inf]
+    scale, *counts = _moved((scale.double(), *numbers[1:]), found_inf, config)
     return [scale.float(), *counts]
 
 
@@ -102,34 +102,34 @@ def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) ->
     return ScaleState.made(scale, counts, "cpu")
 
 
-def _moved(values: Sequence[Any], found: Any, config: LossScale) -> tuple[Any, Any, Any, Any]:
+def _moved(values: Sequence[Any], found_inf: Any, config: LossScale) -> tuple[Any, Any, Any, Any]:
     """Spell the rule of a dynamic scale once, for 0-d tensors and for Python's numbers.
 
     Args:
         values: Scale (in float64), clean steps, budget and overflows at the floor, as in :class:`ScaleState`.
-        found: Whether this step overflowed.
+        found_inf: Whether this step overflowed.
         config: The rules.
 
     Returns:
         The four values after the step.
     """
     scale, clean_steps, budget, floor_overflows = values
-    at_least, at_most = (torch.clamp_min, torch.clamp_max) if isinstance(found, Tensor) else (max, min)
-    fewer = torch.add(budget, found, alpha=-1) if isinstance(budget, Tensor) else budget - found
+    at_least, at_most = (torch.clamp_min, torch.clamp_max) if isinstance(found_inf, Tensor) else (max, min)
+    fewer = torch.add(budget, found_inf, alpha=-1) if isinstance(budget, Tensor) else budget - found_inf
     budget = at_least(fewer, 0)
-    backs_off = found & (budget == 0)
-    clean_steps = _chosen(found, -config.growth_offset, clean_steps + 1)
+    backs_off = found_inf & (budget == 0)
+    clean_steps = _chosen(found_inf, -config.growth_offset, clean_steps + 1)
     grows = clean_steps >= config.interval  # an overflow leaves at most 0, and the interval is at least 1
     events = {"backoff": backs_off, "growth": grows}
     for name in config.refill.split("+"):
-        budget = _chosen(found == 0 if name == "clean" else events[name], config.hysteresis, budget)
+        budget = _chosen(found_inf == 0 if name == "clean" else events[name], config.hysteresis, budget)
 
     lower, higher = at_least(scale * config.backoff, config.floor), scale * config.growth
     if config.ceiling is None:
         higher = _chosen(higher < ROUNDS_TO_INFINITY, higher, scale)
     else:
         higher = at_most(higher, config.ceiling)
-    stuck = found & (scale <= as_float32(config.floor))
+    stuck = found_inf & (scale <= as_float32(config.floor))
     scale = _chosen(backs_off, lower, _chosen(grows, higher, scale))
     return scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + backs_off) * stuck
 

@@ -1,6 +1,6 @@
-"""An unmodified training script under a policy: what it makes is found, taken into one session, and told of at the end.
+"""An unmodified training script under a policy: its models train in one session, and a report ends the run.
 
-Nothing here decides about numerics or carries a policy out: that is the session's that ``mezzo.attach`` begins.
+Nothing here decides about numerics or carries a policy out: the session of ``mezzo.attach`` does.
 """
 
 from mezzo.script.comparison import Comparison, compare

@@ -225,11 +225,11 @@ def compare(
     parsed = parse_policies(policies)
     if metric is not None and better is None:
         better = better_of(metric)
-    plan = _Plan(program, out, steps=steps, seeds=seeds)
-    with plan.held():
-        plan.begin(overwrite)
+    plan = _RunPlan(program, out, steps=steps, seeds=seeds)
+    with plan.locked():
+        plan.prepare(overwrite)
         wanted = [(seed, policy) for seed in plan.seeds for policy in parsed]
-        found, interrupted = list[Run](), False
+        runs, interrupted = list[Run](), False
         judged: tuple[str | None, Better | None] | None = None if metric is None else (metric, better)
         for number, (seed, policy) in enumerate(wanted, start=1):
             run = plan.run(policy, seed)
@@ -248,45 +248,45 @@ def compare(
                     + ("; --steps ends it before it is through" if steps is not None else ""),
                     write="--metric with words that stand before a number, or none for the script's last line",
                 )
-            found.append(run)
+            runs.append(run)
             ended(run, number, len(wanted))
             if str(policy) == "O0":
-                _require_seeded(program, [each for each in found if each.policy == "O0"])
+                _require_seeded(program, [run for run in runs if run.policy == "O0"])
     name, direction = judged or (None, None)
-    known = TRAINING_LOSS
+    judged_by = TRAINING_LOSS
     if name is not None:
-        known = Metric(name=name, unit=_unit(found, name), better=direction or known.better)
+        judged_by = Metric(name=name, unit=_unit(runs, name), better=direction or judged_by.better)
     return Comparison(
         script=shlex.join([*(["-m"] if program.is_module else []), program.name, *program.arguments]),
-        metric=known,
+        metric=judged_by,
         margin=margin,
         policies=tuple(map(str, parsed)),
         seeds=seeds,
         steps=steps,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         machine=describe(default_device()),
-        runs=tuple(found),
+        runs=tuple(runs),
         interrupted=interrupted,
     )
 
 
-class _Plan:
-    """What is run where, and what of it has finished."""
+class _RunPlan:
+    """The runs of a comparison, each with a folder of its own, and which of them have finished."""
 
     def __init__(self, program: Program, out: Path, *, steps: int | None, seeds: int | None) -> None:
         self._program, self._out, self._steps = program, out, steps
         self.seeds: Sequence[int | None] = (None,) if seeds is None else range(seeds)
 
-    def begin(self, overwrite: bool) -> None:
-        """Begin in the folder, or go on in it.
+    def prepare(self, overwrite: bool) -> None:
+        """Prepare the folder: an empty one, or one with runs of the same comparison, which stay.
 
         Raises:
-            PolicyError: It has results of another script, of the same one as it was before, or of another verb.
+            PolicyError: The folder has results of another script, of the same one as it was before, or of another verb.
         """
-        place, mine = self._out / "comparison.json", self._identity()
-        is_ours, write = place.exists(), "--out with another folder, or --overwrite to begin anew"
+        identity_file, mine = self._out / "comparison.json", self._identity()
+        is_ours, write = identity_file.exists(), "--out with another folder, or --overwrite to begin anew"
         if is_ours and not overwrite:
-            theirs = json.loads(place.read_text())
+            theirs = json.loads(identity_file.read_text())
             if different := [name for name in mine if mine[name] != theirs.get(name)]:
                 raise PolicyError(
                     f"{self._out} has results of {theirs.get('script')}",
@@ -296,31 +296,31 @@ class _Plan:
             return
         if not is_ours and not overwrite and (self._out / SUMMARY).exists():
             raise PolicyError(f"{self._out} has results of something else than a comparison", write=write)
-        with self._written():
-            runs = [each.with_name(SUMMARY) for each in self._out.glob(f"*/{OUTPUT}")] if is_ours else []
+        with self._explaining_errors():
+            runs = [output.with_name(SUMMARY) for output in self._out.glob(f"*/{OUTPUT}")] if is_ours else []
             for old in [*runs, self._out / SUMMARY]:
                 old.unlink(missing_ok=True)
-            save_json(mine, place)
+            save_json(mine, identity_file)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Make the folder, and keep it for one comparison at a time: two would write over each other's runs.
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and lock it inside the block: two comparisons would overwrite each other's runs.
 
         Raises:
-            PolicyError: It cannot be written, or another comparison has it.
+            PolicyError: The folder cannot be written, or another comparison has locked it.
         """
-        with self._written():
+        with self._explaining_errors():
             self._out.mkdir(parents=True, exist_ok=True)
             folder = os.open(self._out, os.O_RDONLY)
         try:
-            with self._written():
+            with self._explaining_errors():
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield
         finally:
             os.close(folder)
 
     @contextmanager
-    def _written(self) -> Iterator[None]:
+    def _explaining_errors(self) -> Iterator[None]:
         try:
             yield
         except BlockingIOError as error:
@@ -331,15 +331,15 @@ class _Plan:
             raise PolicyError(f"{self._out} cannot be written", why=why, write="--out with another folder") from error
 
     def run(self, policy: Policy, seed: int | None) -> Run:
-        """Return a run: what has finished before as it was, else of a process of its own."""
+        """Return a run: read from its folder if it has finished before, else carried out in a process of its own."""
         folder = self._out / _folder_name(policy, seed)
         if not _has_finished(folder, is_base=str(policy) == "O0"):
-            self._carry_out(policy, seed, folder)
+            self._start_process(policy, seed, folder)
         return _read(folder, str(policy), seed)
 
     def _identity(self) -> dict[str, Any]:
-        program, place = self._program, self._program.file
-        text = place.read_bytes() if place is not None and place.is_file() else b""
+        program, script_file = self._program, self._program.file
+        text = script_file.read_bytes() if script_file is not None and script_file.is_file() else b""
         return {
             "script": program.name,
             "arguments": list(program.arguments),
@@ -347,7 +347,7 @@ class _Plan:
             "steps": self._steps,
         }
 
-    def _carry_out(self, policy: Policy, seed: int | None, folder: Path) -> None:
+    def _start_process(self, policy: Policy, seed: int | None, folder: Path) -> None:
         program = self._program
         seeded = [] if seed is None else ["--seed", str(seed)]
         options = ["--policy", str(policy), "--out", str(folder), "--overwrite"]
@@ -367,15 +367,15 @@ class _Plan:
             except KeyboardInterrupt:
                 _interrupt(process)
                 code = _INTERRUPTED
-        place = folder / SUMMARY
-        summary = json.loads(place.read_text()) if place.exists() else {}
+        summary_file = folder / SUMMARY
+        summary = json.loads(summary_file.read_text()) if summary_file.exists() else {}
         if code != _INTERRUPTED:  # what mezzo alarms at is no failure of the script's
             code = summary.get("exit_code", code)
-        save_json(summary | {"code": code}, place)
+        save_json(summary | {"code": code}, summary_file)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a run that a terminal's Ctrl-C has reached, too, and pass it on where it has not."""
+    """Wait for a run to end after Ctrl-C; send it the signal if the terminal has not done so."""
     try:
         process.wait(_PATIENCE)
     except subprocess.TimeoutExpired:
@@ -392,15 +392,15 @@ def _folder_name(policy: Policy, seed: int | None) -> str:
 
 
 def _has_finished(folder: Path, *, is_base: bool) -> bool:
-    """Whether a run is not to be repeated: one that failed without a step is, and in FP32 any that failed."""
-    place = folder / SUMMARY
-    if not place.exists():
+    """Whether a run need not be repeated. One that failed before its first step, or failed in FP32, is run again."""
+    summary_file = folder / SUMMARY
+    if not summary_file.exists():
         return False
-    summary = json.loads(place.read_text())
+    summary = json.loads(summary_file.read_text())
     code = summary.get("code", _INTERRUPTED)
     try:
         read_steps(folder / METRICS) if (folder / METRICS).exists() else None
-    except (ValueError, LookupError, TypeError):  # two have written into it
+    except (ValueError, LookupError, TypeError):  # two processes have written into it
         return False
     return code == 0 or (code != _INTERRUPTED and not is_base and bool(summary.get("steps")))
 
@@ -447,10 +447,10 @@ def _printed(run: Run) -> str:
 
 def _metric_of(run: Run, better: Better | None) -> tuple[str | None, Better | None]:
     """Return the words that a run's last line ends with, if their direction is known; else none: the training loss."""
-    found = printed_last(_printed(run))
-    if found is not None:
+    last_number = printed_last(_printed(run))
+    if last_number is not None:
         try:
-            return found[0], better or better_of(found[0])
+            return last_number[0], better or better_of(last_number[0])
         except PolicyError:  # its words are those of no metric
             pass
     return None, TRAINING_LOSS.better
@@ -459,13 +459,13 @@ def _metric_of(run: Run, better: Better | None) -> tuple[str | None, Better | No
 def _value(run: Run, words: str | None) -> float | None:
     if words is None:
         return run.loss
-    found = number_after(words, _printed(run))
-    return None if found is None else found[0]
+    match = number_after(words, _printed(run))
+    return None if match is None else match[0]
 
 
 def _unit(runs: Sequence[Run], words: str) -> str:
-    found = (number_after(words, _printed(run)) for run in runs)
-    return next((each[1] for each in found if each is not None), "")
+    matches = (number_after(words, _printed(run)) for run in runs)
+    return next((match[1] for match in matches if match is not None), "")
 
 
 def _require_trained(program: Program, run: Run, seeds: int | None, out: Path) -> None:

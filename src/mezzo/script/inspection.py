@@ -65,13 +65,13 @@ class Rehearsed(Generic[T]):
     """What one step of a script has shown.
 
     Attributes:
-        found: What was asked about each model whose forward pass was part of it: all models under the first policy,
-            then under the next.
+        results: What ``ask`` returned for each model whose forward pass was part of the step: of all models under the
+            first policy, then under the next.
         left_alone: Models about which nothing can be said, and why.
         error: What the script raised before the step was done; ``None`` where nothing.
     """
 
-    found: tuple[T, ...]
+    results: tuple[T, ...]
     left_alone: dict[str, str]
     error: BaseException | None
 
@@ -110,18 +110,18 @@ def rehearse(
             error = raised.with_traceback(own_traceback(raised))
         finally:
             after.remove()
-    found = []
+    results = []
     for policy in [policies] if isinstance(policies, Policy) else policies:
         for call in calls.seen:
             try:
-                found.append(ask(call, policy))
+                results.append(ask(call, policy))
             except (MezzoError, TypeError) as failed:
                 calls.left_alone[type(call.model).__name__] = str(failed)
-    return Rehearsed(found=tuple(found), left_alone=calls.left_alone, error=error)
+    return Rehearsed(results=tuple(results), left_alone=calls.left_alone, error=error)
 
 
 class _Calls:
-    """Keep each outermost module that is called where gradients are made, as it was at its first call in one step.
+    """The outermost modules that a script calls with gradients on, each copied at its first call in the chosen step.
 
     Attributes:
         seen: The calls.
@@ -131,17 +131,17 @@ class _Calls:
     def __init__(self, steps: int) -> None:
         self.seen: list[Called] = []
         self.left_alone: dict[str, str] = {}
-        self._steps, self._taken = steps, Counter[int]()
-        self._known: set[nn.Module] = set()
+        self._steps, self._num_steps = steps, Counter[int]()
+        self._seen_modules: set[nn.Module] = set()
 
     def stepped(self, optimizer: Any, *_: Any) -> None:
         """End the script when an optimizer has taken the step."""
-        self._taken[id(optimizer)] += 1
-        if self._taken[id(optimizer)] >= self._steps:
+        self._num_steps[id(optimizer)] += 1
+        if self._num_steps[id(optimizer)] >= self._steps:
             raise Enough
 
     def watch(self, seams: Seams) -> None:
-        """Hear of the calls of modules, and of the loss."""
+        """Replace what calls modules and ``cross_entropy``, so that both are recorded."""
         plain, entropy = vars(nn.Module)["__call__"], nn.functional.cross_entropy
         depth = 0
 
@@ -150,30 +150,30 @@ class _Calls:
             nonlocal depth
             depth += 1
             try:
-                kept = self._kept(self_, args, kwargs) if depth == 1 else None
+                called = self._recorded(self_, args, kwargs) if depth == 1 else None
                 out = plain(self_, *args, **kwargs)
-                if kept is not None:
-                    kept.shapes = tuple(each.shape for each in tensors(out))
+                if called is not None:
+                    called.shapes = tuple(output.shape for output in tensors(out))
                 return out
             finally:
                 depth -= 1
 
         @functools.wraps(entropy)
         def cross_entropy(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002 (torch's name)
-            for kept in reversed(self.seen):
-                if kept.loss is None and any(_holds(shape, input) for shape in kept.shapes):
-                    kept.loss = functools.partial(_loss, entropy, input.shape, args, kwargs)
+            for called in reversed(self.seen):
+                if called.loss is None and any(_holds(shape, input) for shape in called.shapes):
+                    called.loss = functools.partial(_loss, entropy, input.shape, args, kwargs)
                     break
             return entropy(input, *args, **kwargs)
 
         seams.replace(nn.Module, "__call__", call)
         seams.replace(nn.functional, "cross_entropy", cross_entropy)
 
-    def _kept(self, module: nn.Module, args: Any, kwargs: Any) -> Called | None:
-        is_due = torch.is_grad_enabled() and max(self._taken.values(), default=0) == self._steps - 1
-        if not is_due or module in self._known or not any(param.requires_grad for param in module.parameters()):
+    def _recorded(self, module: nn.Module, args: Any, kwargs: Any) -> Called | None:
+        is_due = torch.is_grad_enabled() and max(self._num_steps.values(), default=0) == self._steps - 1
+        if not is_due or module in self._seen_modules or not any(param.requires_grad for param in module.parameters()):
             return None
-        self._known.add(module)
+        self._seen_modules.add(module)
         try:
             inputs = own(_inputs(module, args, kwargs))
             self.seen.append(Called(copied(module, "mezzo.explain(build_model(), inputs, policy)"), inputs))
@@ -193,7 +193,9 @@ def _holds(shape: torch.Size, logits: Any) -> bool:
 
 
 def _loss(entropy: Any, shape: torch.Size, args: Any, kwargs: Any, output: Any) -> Tensor:
-    logits = next(each for each in tensors(output) if each.is_floating_point() and each.shape[-1:] == shape[-1:])
+    logits = next(
+        tensor for tensor in tensors(output) if tensor.is_floating_point() and tensor.shape[-1:] == shape[-1:]
+    )
     if logits.shape != shape:
         logits = logits.reshape(-1, shape[-1])[: shape[0]]
     loss: Tensor = entropy(logits, *args, **kwargs)
@@ -263,16 +265,16 @@ class Inspection:
     def lost(self, *, by_tensor: bool = False) -> Iterator[Lost]:
         """Yield what each format would lose of each kind, or of each tensor."""
         tensors = (tensor for step in self.evidence.steps for tensor in step.tensors)
-        groups = grouped(tensors, lambda each: (each.kind, each.path if by_tensor else ""))
-        for kind, path in sorted(groups, key=lambda key: KINDS.index(key[0])):
-            whole = RecordedTensor.total_of(groups[kind, path])
+        groups = grouped(tensors, lambda tensor: (tensor.kind, tensor.path if by_tensor else ""))
+        for tensor_kind, path in sorted(groups, key=lambda key: KINDS.index(key[0])):
+            whole = RecordedTensor.total_of(groups[tensor_kind, path])
             for target in FORMATS:
-                found = whole.histogram.coverage(target)
-                shares = (found.underflow, found.subnormal, found.overflow - whole.histogram.infs)
-                flushed, subnormal, overflow = (n / found.total if found.total else None for n in shares)
+                coverage = whole.histogram.coverage(target)
+                shares = (coverage.underflow, coverage.subnormal, coverage.overflow - whole.histogram.infs)
+                flushed, subnormal, overflow = (n / coverage.total if coverage.total else None for n in shares)
                 share = math.nan if whole.swallowed is None else whole.swallowed.share(target)
                 yield Lost(
-                    kind=kind, tensor=path, format=target.name, flushed=flushed, subnormal=subnormal,
+                    kind=tensor_kind, tensor=path, format=target.name, flushed=flushed, subnormal=subnormal,
                     overflow=overflow, swallowed=None if math.isnan(share) else share,
                 )  # fmt: skip
 
@@ -290,8 +292,8 @@ class Inspection:
             "recorded": [step.step for step in self.evidence.steps],
             "interrupted": self.is_interrupted,
             "diagnosis": self.diagnosis.to_dict(),
-            "lost": [asdict(each) for each in self.lost()],
-            "tensors": [asdict(each) for each in self.lost(by_tensor=True)],
+            "lost": [asdict(lost) for lost in self.lost()],
+            "tensors": [asdict(lost) for lost in self.lost(by_tensor=True)],
         }
 
 
@@ -339,12 +341,12 @@ def inspect(
     with ExitStack() as files:
         lines = None if out is None else files.enter_context((out / METRICS).open("w", buffering=1, encoding="utf-8"))
 
-        def told(record: StepRecord) -> None:
+        def write(record: StepRecord) -> None:
             records.append(record)
             if lines is not None:
                 lines.write(record.line)
 
-        ended = run(program, chosen, steps=steps, told=told, around=recording)
+        ended = run(program, chosen, steps=steps, on_step=write, around=recording)
     is_interrupted = bool(records) and isinstance(ended.error, KeyboardInterrupt)
     if ended.failure is not None and not is_interrupted:
         raise ended.failure

@@ -94,9 +94,9 @@ def printed_last(text: str) -> tuple[str, float, str] | None:
         ('Accuracy', 9911.0, '/10000')
     """
     line = _TIME.sub("", last_line(text))
-    for found in _NUMBER.finditer(line):
-        if _END.fullmatch(line, found.end()) and (name := _name(line[: found.start()])):
-            return name, _value(found[1]), _unit(line, found.end())
+    for match in _NUMBER.finditer(line):
+        if _END.fullmatch(line, match.end()) and (name := _name(line[: match.start()])):
+            return name, _value(match[1]), _unit(line, match.end())
     return None
 
 
@@ -118,24 +118,24 @@ def number_after(words: str, text: str) -> tuple[float, str] | None:
     ends = "" if re.search(r"\W$", words.strip()) else r"(?![^\W_])"
     for pattern in (rf"(?<![^\W_]){sought}{ends}", sought):  # whole words before parts of words
         for line in reversed(lines):
-            for place in reversed([match.end() for match in re.finditer(pattern, line, re.IGNORECASE)]):
-                if found := _first(line, place):
-                    return _value(found[1]), _unit(line, found.end())
+            for end in reversed([match.end() for match in re.finditer(pattern, line, re.IGNORECASE)]):
+                if number := _first(line, end):
+                    return _value(number[1]), _unit(line, number.end())
     return None
 
 
 def better_of(name: str) -> Better:
-    """Say in which direction a metric is better, by its words.
+    """Return in which direction a metric is better, by its words.
 
     Raises:
-        PolicyError: They do not say.
+        PolicyError: Its words do not say.
 
     Example:
         >>> better_of("test accuracy"), better_of("character error rate")
         ('higher', 'lower')
     """
-    if (found := _direction(name)) is not None:
-        return found
+    if (direction := _direction(name)) is not None:
+        return direction
     raise PolicyError(
         f"is a higher or a lower {name!r} better?",
         why="its words do not say",
@@ -147,9 +147,9 @@ def _direction(name: str) -> Better | None:
     words = re.findall(r"[^\W_]+", name.lower())
     flipped: dict[Better, Better] = {"higher": "lower", "lower": "higher"}
     for word in reversed(words):  # the noun is behind: "accuracy loss" is a loss
-        parts = {word, *(each for each in _ENDINGS if word.endswith(each))}
-        for better, known in _WORDS.items():
-            if parts & known:
+        parts = {word, *(ending for ending in _ENDINGS if word.endswith(ending))}
+        for better, metric_words in _WORDS.items():
+            if parts & metric_words:
                 return flipped[better] if {"negative", "neg"} & set(words) else better
     return None
 
@@ -168,7 +168,7 @@ def _name(before: str) -> str:
     """
     is_marked = re.search(r"[:=]\W*$|\b(?:is|was)\s*$", before) is not None
     parts = [_BEHIND.sub("", part) for part in _BETWEEN.split(before)]
-    part = next((each for each in reversed(parts) if re.search(r"\w", each)), "")
+    part = next((part for part in reversed(parts) if re.search(r"\w", part)), "")
     chunk = _clean(re.split(r"[:=]", part)[-1])
     piece = _clean(_NUMBER.split(chunk)[-1])
     if is_marked and _direction(piece) is None and _direction(chunk) is not None:
@@ -186,20 +186,20 @@ def _alike(words: str) -> str:
     return " ".join(re.split(r"[\s_-]+", re.sub(r"(?<=\s)\d+\b", "0", words.strip().lower())))
 
 
-def _first(line: str, place: int) -> re.Match[str] | None:
+def _first(line: str, start: int) -> re.Match[str] | None:
     """Return the number that some words mean which end here: at once, else behind a colon, else the first."""
-    found = list(_NUMBER.finditer(line, place))
-    if not found or re.search(r"[,;|].*[^\W\d_]", line[place : found[0].start()]):  # that is another metric's
+    matches = list(_NUMBER.finditer(line, start))
+    if not matches or re.search(r"[,;|].*[^\W\d_]", line[start : matches[0].start()]):  # that is another metric's
         return None
-    if not re.search(r"[^\W\d_]", line[place : found[0].start()]):
-        return found[0]
-    marked = (each for each in found if re.search(r"[:=]\s*$|\b(?:is|was)\s+$", line[place : each.start()]))
-    return next(marked, found[0])
+    if not re.search(r"[^\W\d_]", line[start : matches[0].start()]):
+        return matches[0]
+    marked = (match for match in matches if re.search(r"[:=]\s*$|\b(?:is|was)\s+$", line[start : match.start()]))
+    return next(marked, matches[0])
 
 
-def _unit(line: str, place: int) -> str:
-    found = _UNIT.match(line, place)
-    return "" if found is None else re.sub(r"/\s+", "/", next(filter(None, found.groups()))).rstrip(".,;!\"'")
+def _unit(line: str, start: int) -> str:
+    match = _UNIT.match(line, start)
+    return "" if match is None else re.sub(r"/\s+", "/", next(filter(None, match.groups()))).rstrip(".,;!\"'")
 
 
 def _value(text: str) -> float:

@@ -19,7 +19,7 @@ EVERY: Final = 50
 
 
 class OperandLog:
-    """Records a run under a policy that has products below sixteen bits; of other runs nothing.
+    """A recording of runs whose policy has products below sixteen bits; of other runs nothing is recorded.
 
     Args:
         policy: The policy.
@@ -33,7 +33,7 @@ class OperandLog:
 
     @contextmanager
     def around(self, models: list[nn.Module]) -> Iterator[None]:
-        """Record inside the block."""
+        """Record the largest of these models inside the block."""
         if not self._is_asked:
             yield
             return
@@ -44,6 +44,6 @@ class OperandLog:
             yield
 
     @property
-    def found(self) -> list[dict[str, Any]]:
+    def losses(self) -> list[dict[str, Any]]:
         """What was lost of each operand, as plain values: those of :class:`mezzo.numerics.OperandLosses`."""
-        return [asdict(each) for recorder in self._recorders for each in recorder.evidence.operands()]
+        return [asdict(operand) for recorder in self._recorders for operand in recorder.evidence.operands()]

@@ -34,17 +34,17 @@ class Enough(BaseException):
 
 
 class Seams(contextlib.ExitStack):
-    """Replace attributes, until the block is left, or they are put back by ``close``."""
+    """Attributes that are replaced until the block is left, or ``close`` is called."""
 
-    def replace(self, place: Any, name: str, value: Any) -> None:
+    def replace(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute.
 
         Args:
-            place: The module or class that has it.
+            owner: The module or class that has it.
             name: Its name.
-            value: What it is from now on.
+            value: Its new value.
         """
-        self.callback(patch(place, name, value))
+        self.callback(patch(owner, name, value))
 
 
 def is_script() -> bool:
@@ -102,10 +102,10 @@ class Program:
         return Path(spec.origin) if spec is not None and spec.origin else None
 
     def run(self) -> None:
-        """Run it as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``; both are put back.
+        """Run the script as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``; both are restored.
 
         Raises:
-            BaseException: What it raises, ``SystemExit`` included.
+            BaseException: What the script raises, ``SystemExit`` included.
         """
         here = os.getcwd() if self.is_module else os.path.dirname(os.path.realpath(self.name))
         with _as_main([self.name, *self.arguments], here):
@@ -118,15 +118,15 @@ class Program:
 
 
 def _is_found(module: str) -> bool:
-    """Whether there is a module outside of packages, which is not imported for it."""
+    """Whether a top-level module exists; nothing is imported."""
     try:
         return module not in ("", "__main__") and find_spec(module) is not None
-    except ValueError:  # it is imported, and from nowhere
+    except ValueError:  # it is imported already, and has no spec
         return False
 
 
 def _run_file(path: str) -> None:
-    """Run a file as the interpreter does: ``runpy`` would take it away from ``pickle`` when it has run."""
+    """Run a file as the interpreter does. After ``runpy``, ``pickle`` would no longer find its classes."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__file__=path)
     with io.open_code(path) as file:
@@ -193,17 +193,17 @@ def _as_main(argv: list[str], folder: str) -> Iterator[None]:
 
 def own_traceback(error: BaseException) -> types.TracebackType | None:
     """Return the traceback of what a script has raised, without the frames that have run the script."""
-    found = each = error.__traceback__
-    while each is not None:
-        code, each = each.tb_frame.f_code, each.tb_next
+    start = frame = error.__traceback__
+    while frame is not None:
+        code, frame = frame.tb_frame.f_code, frame.tb_next
         if code is _run_file.__code__ or code.co_filename == "<frozen runpy>":
-            found = each
-    while found is not None and found.tb_next and found.tb_frame.f_code.co_filename.startswith(_OURS):
-        found = found.tb_next
-    return found
+            start = frame
+    while start is not None and start.tb_next and start.tb_frame.f_code.co_filename.startswith(_OURS):
+        start = start.tb_next
+    return start
 
 
-# What a script's run tells of each step, and the file that holds it.
+# The record of each step of a run, and the file that holds them.
 
 #: The file with one line of JSON a step, in a folder of results.
 METRICS: Final = "metrics.jsonl"

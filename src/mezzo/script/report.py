@@ -1,4 +1,4 @@
-"""What a run came to: written down while the script runs, and told at its end."""
+"""What a run came to: collected while the script runs, and printed at its end."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class ScriptReport:
         left_alone: What was not, and why.
         why_not: Why nothing was to train under the policy, and what to do; empty where something was.
         state_bytes: Weights, gradients, low halves and optimizer state in the second step or the first later one that
-            updated something, where steps were told of.
-        saved_bytes: What autograd saved for the backward pass of the step after it, where steps were told of.
+            updated something, where ``on_step`` reads them.
+        saved_bytes: What autograd saved for the backward pass of the step after it, where ``on_step`` reads them.
         peak_bytes: The most that was allocated at a time, on a GPU.
     """
 
@@ -100,7 +100,7 @@ class ScriptReport:
     peak_bytes: int | None = None
 
     def ended(self, stats: Stats) -> None:
-        """Take note of a session that ends."""
+        """Record the loss scales of a session that ends."""
         lowest, highest = self.lowest_scale, self.highest_scale
         self.scale = stats.scale
         self.lowest_scale = stats.lowest_scale if lowest is None else min(lowest, stats.lowest_scale)
@@ -125,9 +125,9 @@ class ScriptReport:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, with the alarm."""
         size = None if self.state_bytes is None else asdict(self.state_bytes)
-        found = {**vars(self), "state_bytes": size, "alarm": self.alarm}
-        del found["why_not"]
-        return found
+        document = {**vars(self), "state_bytes": size, "alarm": self.alarm}
+        del document["why_not"]
+        return document
 
     @property
     def _reason(self) -> tuple[str, ...]:
@@ -146,8 +146,8 @@ class ScriptReport:
         if self._reason:
             yield f"  write        {self._reason[1]}"
         if self.steps:
-            found = "; docs/nan.md says how to find out why" if self.skipped > _MANY * self.steps else ""
-            yield f"  steps        {self.steps}, {self.skipped or 'none'} skipped{found}"
+            hint = "; docs/nan.md says how to find out why" if self.skipped > _MANY * self.steps else ""
+            yield f"  steps        {self.steps}, {self.skipped or 'none'} skipped{hint}"
             yield f"  loss scale   {self._scales()}"
         for label, names in (("models", self.models), ("optimizers", self.optimizers)):
             if names:
@@ -185,28 +185,28 @@ class ScriptReport:
 
 
 class StepLog:
-    """An observer of sessions: it counts steps, and the products of the first ones, tells of each, and ends the script.
+    """An observer of sessions: it counts steps and the products of the first ones, reports each, and ends the script.
 
     A step's loss is that of the first backward pass to its gradients.
 
     Args:
         report: Gets what was counted.
-        told: Is told of each step; ``None`` where nothing is to be read from the device.
+        on_step: Called with each step's record; ``None`` where nothing is to be read from the device.
         most: After how many steps the script ends, in its next backward pass; ``None`` where it ends by itself.
         is_apart: Whether an optimizer steps now: its own products are not the policy's.
 
-    **Cost**: where steps are told of, one transfer from the device for each, and in one of the first a Python call for
+    **Cost**: with ``on_step``, one transfer from the device for each, and in one of the first a Python call for
     each tensor that is saved for the backward pass.
     """
 
     def __init__(
         self,
         report: ScriptReport,
-        told: Callable[[StepRecord], None] | None,
+        on_step: Callable[[StepRecord], None] | None,
         most: int | None,
         is_apart: Callable[[], bool],
     ) -> None:
-        self._report, self._told, self._most = report, told, most
+        self._report, self._on_step, self._most = report, on_step, most
         self._kernels, self._is_apart = KernelTeller(self._ran), is_apart
         self._is_counting, self._is_over = False, False
         self._flops, self._first, self._counted = Counter[str](), Counter[str](), 0
@@ -226,18 +226,18 @@ class StepLog:
             self._flops += flops_by_format([record])
 
     def count(self) -> None:
-        """Count products from now on; in a block of a mode of the script's own, from a later step on."""
+        """Count products from now on; inside a dispatch mode of the script's, from the first step after it."""
         if not (self._is_over or self._is_counting or dispatch_modes()):
             self._kernels.__enter__()
             self._is_counting = True
 
     def ended(self, stats: Stats) -> None:
-        """Take note of a session that ends, and count nothing until another one begins."""
+        """Record a session that ends; products are counted again when another starts."""
         self._report.ended(stats)
-        self._leave()
+        self._stop_counting()
 
     def close(self) -> None:
-        """Count no more, and say what was counted."""
+        """Stop counting, and write the counts into the report."""
         self._stop()
         self._stop_saving()
         self._report.skipped = int(self._skipped)
@@ -250,12 +250,12 @@ class StepLog:
             raise Enough
 
     def judged(self, engine: Watched, judged: Judged) -> None:
-        """Take note of a step's loss, of the first evaluation where there are several."""
+        """Record a step's loss: that of the first evaluation where there are several."""
         if self._loss is None:
             self._loss = next(iter(judged.losses), None)
 
     def stepped(self, engine: Watched, step: Step) -> None:
-        """Take note of a step, a skipped one too."""
+        """Record a step, skipped or not."""
         report = self._report
         report.steps += 1
         self._skipped = moved(self._skipped, step.skipped.device) + step.skipped
@@ -269,18 +269,18 @@ class StepLog:
             self.count()
             if report.measured_steps == _COUNTED_STEPS:
                 self._stop()
-        if self._told is None:
+        if self._on_step is None:
             return
         loss = step.grad_norm.new_full((), float("nan")) if self._loss is None else self._loss
         numbers = (loss, step.scale, step.skipped, step.grad_norm)
-        read = torch.stack([each.detach().to(loss.device, torch.float32) for each in numbers]).tolist()
+        read = torch.stack([value.detach().to(loss.device, torch.float32) for value in numbers]).tolist()
         now = time.perf_counter()
         record = StepRecord(
             step=report.steps, loss=read[0], scale=read[1], skipped=bool(read[2]), grad_norm=read[3],
             ms=(now - self._began) * 1e3,
         )  # fmt: skip
         self._loss, self._began = None, now
-        self._told(record)
+        self._on_step(record)
         if report.state_bytes is None and report.steps > 1 and not record.skipped:  # there is an optimizer's state
             weights = engine.weights
             models = nn.ModuleList(weights.models)
@@ -302,9 +302,9 @@ class StepLog:
                 self._report.measured_steps -= 1
                 self._flops -= self._first
             self._report.flops, self._report.low_share = dict(self._flops), low_share(self._flops, LOW)
-        self._leave()
+        self._stop_counting()
 
-    def _leave(self) -> None:
+    def _stop_counting(self) -> None:
         stack = dispatch_modes()
         if self._is_counting and stack and stack[-1] is self._kernels:  # and not below one of the script's
             self._kernels.__exit__(None, None, None)

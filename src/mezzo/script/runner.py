@@ -46,18 +46,18 @@ _ALWAYS: Final = "calls of models, loss.backward(), optimizer.step(), scheduler.
 
 
 class Gathering:
-    """Take note of each optimizer that is made, and begin a session over all that are alive once one trains.
+    """The optimizers that a script makes, and one session over all that are alive once one of them trains.
 
-    That is with the first forward pass that trains a parameter of an optimizer, or its first step with a closure. A
-    later optimizer over parameters that the session's models hold joins the session. Another one, or parameters that
-    an optimizer gets later, end the session; the next forward pass that trains begins another, which has the loss scale
-    and the gradients of the one before.
+    The session starts with the first forward pass that trains a parameter of an optimizer, or an optimizer's first step
+    with a closure. A later optimizer over parameters of the session's models joins the session. One over other
+    parameters, or parameters that an optimizer gets later, end the session; the next forward pass that trains starts
+    another, with the loss scale and the gradients of the one before.
 
     Args:
-        attach: Begins a session over models and optimizers, under a policy.
+        attach: Starts a session over models and optimizers, under a policy.
         policy: The policy.
-        report: What is written down.
-        ended: Is told of each session that ends.
+        report: Gets what was intercepted and what was left alone.
+        ended: Called with the numbers of each session that ends.
         seams: Replaces names of torch.
 
     Attributes:
@@ -69,102 +69,102 @@ class Gathering:
     ) -> None:
         self.amp: AttachedPrecision | None = None
         self._attach, self._policy, self._report, self._ended = attach, policy, report, ended
-        self._session: list[Optimizer] = []
-        self._held: dict[int, nn.Parameter] = {}  # the parameters of the session's models
-        self._old: list[weakref.ref[Optimizer]] = []  # optimizers of the session that has ended
-        self._new: list[weakref.ref[Optimizer]] = []
-        self._awaited = set[int]()  # parameters of both, by id
-        self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without one of these
-        self._told: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
-        self._bound: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._members: list[Optimizer] = []
+        self._params: dict[int, nn.Parameter] = {}  # of the session's models, by id
+        self._ended_members: list[weakref.ref[Optimizer]] = []  # optimizers of the session that has ended
+        self._waiting: list[weakref.ref[Optimizer]] = []
+        self._waiting_params = set[int]()  # ids of the parameters of both
+        self._untrained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without any of these
+        self._reported: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
+        self._step_methods: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         self._stepping: list[bool] = []  # steps that run now, one inside of another: whether they are the session's
-        self._scale: dict[str, Any] | None = None  # of the session that has ended
-        self._loaded: list[Mapping[str, Any]] = []  # what the script has of a checkpoint, until a session begins
-        self._watching = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
-        self._watched = set[type[nn.Module]]()
-        self._replace(seams)
+        self._scale: dict[str, Any] | None = None  # the loss scale of the session that has ended
+        self._checkpoint_scales: list[Mapping[str, Any]] = []  # read from checkpoints, until a session starts
+        self._call_seams = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
+        self._watched_classes = set[type[nn.Module]]()
+        self._replace_add_param_group(seams)
 
     def region(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the region of the session; nothing's where there is none."""
-        if self._may_begin():
-            self._begin()
+        """Return the session's region; an empty context where there is no session."""
+        if self._may_start():
+            self._start()
         return contextlib.nullcontext() if self.amp is None else self.amp.autocast()
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps with the session."""
-        return any(each is optimizer for each in self._session)
+        return any(member is optimizer for member in self._members)
 
     def is_apart(self) -> bool:
-        """Whether an optimizer steps now, and does not evaluate a closure for the session."""
+        """Whether an optimizer steps now on its own; not while the session has a closure evaluated."""
         return bool(self._stepping) and (
             not self._stepping[-1] or self.amp is None or engine_of(self.amp).writes.is_stepping
         )
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Go on with the loss scale of a checkpoint: now, or when the session begins.
+        """Load the loss scale of a checkpoint: now, or when the session starts.
 
-        Where the policy has none that moves, its own counts.
+        A policy whose loss scale does not move keeps its own.
 
         Args:
             state: The state of a ``GradScaler``, or what a session has an optimizer carry.
         """
         if self._policy.loss_scale.mode == "dynamic":
-            self._loaded.append(state)
-            self._go_on()
+            self._checkpoint_scales.append(state)
+            self._load_scales()
 
-    def _go_on(self) -> None:
-        while self._loaded and self.amp is not None:
+    def _load_scales(self) -> None:
+        while self._checkpoint_scales and self.amp is not None:
             try:
-                self.amp.load_state_dict(self._loaded.pop(0))
+                self.amp.load_state_dict(self._checkpoint_scales.pop(0))
             except StateError as error:
                 self._report.left_alone["the loss scale of a checkpoint"] = str(error)
 
     def end(self) -> None:
-        """End the session: models and optimizers are the script's own again, with the gradients that they have."""
+        """End the session: models and optimizers are the script's own again, and keep their gradients."""
         if (amp := self.amp) is None:
             return
-        gradients = [(param, param.grad) for param in self._held.values() if param.grad is not None]
+        gradients = [(param, param.grad) for param in self._params.values() if param.grad is not None]
         if self._policy.loss_scale.mode == "dynamic":
             engine_of(amp).update()
             self._scale = engine_of(amp).scaler.state_dict()
         self._ended(amp.stats())
-        self._old = [weakref.ref(each) for each in self._session]
-        self.amp, self._session, self._held = None, [], {}
+        self._ended_members = [weakref.ref(optimizer) for optimizer in self._members]
+        self.amp, self._members, self._params = None, [], {}
         amp.detach()
         for param, gradient in gradients:
             param.grad = gradient.to(param.dtype)
 
     def close(self) -> None:
-        """End the session, and take note of no more."""
+        """End the session for good; optimizers get their own ``step`` back."""
         try:
             self.end()
         finally:
-            for optimizer, step in self._bound.items():
+            for optimizer, step in self._step_methods.items():
                 if getattr(vars(optimizer).get("step"), "__func__", None) is step:
                     del vars(optimizer)["step"]
-            self._new.clear()
+            self._waiting.clear()
 
-    # When to begin --------------------------------------------------------------------------------------------
+    # When to start --------------------------------------------------------------------------------------------
 
-    def _replace(self, seams: Seams) -> None:
+    def _replace_add_param_group(self, seams: Seams) -> None:
         gathering, plain = self, Optimizer.add_param_group
 
         @functools.wraps(plain)
         def add_param_group(self: Optimizer, /, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
-            if self not in gathering._bound:
-                gathering._learn(self)
-            gathering._expect(self)
+            if self not in gathering._step_methods:
+                gathering._bind_step(self)
+            gathering._wait_for_session(self)
 
         seams.replace(Optimizer, "add_param_group", add_param_group)
 
-    def _learn(self, optimizer: Optimizer) -> None:
+    def _bind_step(self, optimizer: Optimizer) -> None:
         gathering = self
 
         @functools.wraps(type(optimizer).step)
         def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-            if closure_of(args, kwargs) is not None and gathering._awaits(self):
-                gathering._begin()
+            if closure_of(args, kwargs) is not None and gathering._is_waiting(self):
+                gathering._start()
                 if gathering.has(self):
                     return self.step(*args, **kwargs)
             gathering._stepping.append(gathering.has(self))
@@ -172,8 +172,8 @@ class Gathering:
                 result = type(self).step(self, *args, **kwargs)
             finally:
                 gathering._stepping.pop()
-            if gathering._awaits(self) and not gathering._stepping:
-                gathering._begin()  # forward passes were none of modules', or inside a compiled function
+            if gathering._is_waiting(self) and not gathering._stepping:
+                gathering._start()  # no module was called before, or inside a compiled function only
             return result
 
         def loaded(_: Optimizer, state: dict[str, Any]) -> None:
@@ -183,38 +183,38 @@ class Gathering:
         self._report.why_not = self._report.why_not and NOT_STEPPED
         optimizer.register_load_state_dict_pre_hook(loaded)
         vars(optimizer)["step"] = types.MethodType(step, optimizer)
-        self._bound[optimizer] = step
+        self._step_methods[optimizer] = step
 
-    def _expect(self, optimizer: Optimizer) -> None:
-        """Look at forward passes until a session has this optimizer, with all of its parameters."""
+    def _wait_for_session(self, optimizer: Optimizer) -> None:
+        """Watch forward passes until a session has this optimizer with all its parameters."""
         params = list(_updated([optimizer]))
-        if self.has(optimizer) or any(id(param) not in self._held for param in params):
+        if self.has(optimizer) or any(id(param) not in self._params for param in params):
             self.end()
-        if not (self._awaits(optimizer) or any(each() is optimizer for each in self._old)):
-            self._new.append(weakref.ref(optimizer))
-        self._awaited.update(map(id, _updated(_alive(self._old + self._new))))
-        self._known_not.clear()
-        self._watch()
+        if not (self._is_waiting(optimizer) or any(reference() is optimizer for reference in self._ended_members)):
+            self._waiting.append(weakref.ref(optimizer))
+        self._waiting_params.update(map(id, _updated(_alive(self._ended_members + self._waiting))))
+        self._untrained.clear()
+        self._watch_calls()
 
-    def _awaits(self, optimizer: Optimizer) -> bool:
-        return any(each() is optimizer for each in (*self._old, *self._new))
+    def _is_waiting(self, optimizer: Optimizer) -> bool:
+        return any(reference() is optimizer for reference in (*self._ended_members, *self._waiting))
 
-    def _watch(self) -> None:
-        """Look at calls of modules, of classes too that were defined since optimizers wait."""
-        kinds = {*_kinds(nn.Module)} - self._watched
-        for kind in kinds:
-            for name in ("__call__",) if kind is nn.Module else {*methods_of(kind)} & vars(kind).keys():
-                if isinstance(plain := vars(kind)[name], types.FunctionType):  # and none of a scripted module's
-                    self._watching.replace(kind, name, self._beginning(plain, name))
-        self._watched |= kinds
+    def _watch_calls(self) -> None:
+        """Replace the calling methods of every module class, and of those defined since the last time."""
+        classes = {*_subclasses(nn.Module)} - self._watched_classes
+        for cls in classes:
+            for name in ("__call__",) if cls is nn.Module else {*methods_of(cls)} & vars(cls).keys():
+                if isinstance(plain := vars(cls)[name], types.FunctionType):  # and none of a scripted module's
+                    self._call_seams.replace(cls, name, self._starting_call(plain, name))
+        self._watched_classes |= classes
 
-    def _watch_no_more(self) -> None:
-        self._watching.close()
-        self._watched.clear()
+    def _stop_watching(self) -> None:
+        self._call_seams.close()
+        self._watched_classes.clear()
 
-    def _beginning(self, plain: types.FunctionType, name: str) -> Any:
-        """Return what a method is while optimizers wait for a session: it may begin one, which then has bound it."""
-        begun, is_compiling = self._begun, torch.compiler.is_compiling
+    def _starting_call(self, plain: types.FunctionType, name: str) -> Any:
+        """Return what replaces a method while optimizers wait: a call that trains starts a session."""
+        begun, is_compiling = self._starts_with, torch.compiler.is_compiling
 
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not is_compiling() and begun(self, plain, name, args, kwargs):
@@ -222,101 +222,107 @@ class Gathering:
             return plain(self, *args, **kwargs)
 
         # Names that torch.jit.script finds in its source are those of the method.
-        made = types.FunctionType(call.__code__, plain.__globals__, call.__name__, None, call.__closure__)
-        return functools.update_wrapper(made, plain)
+        beginning = types.FunctionType(call.__code__, plain.__globals__, call.__name__, None, call.__closure__)
+        return functools.update_wrapper(beginning, plain)
 
-    def _begun(self, module: nn.Module, plain: Any, name: str, args: Any, kwargs: Any) -> bool:
-        """Begin a session where a call trains; whether another function is to be called for it from now on."""
+    def _starts_with(self, module: nn.Module, plain: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Start a session if this call trains; whether the session has bound another function to the name."""
         if not self._trains(module):
             return False
         is_call = name in ("__call__", "forward")
-        if not is_call and all(isinstance(each, nn.Parameter) for each in tensors((args, kwargs))):
+        if not is_call and all(isinstance(tensor, nn.Parameter) for tensor in tensors((args, kwargs))):
             return False
         is_own = name in vars(module)
-        self._begin()
+        self._start()
         return not is_own and name in vars(module) and getattr(type(module), name) is plain
 
-    def _may_begin(self) -> bool:
-        """Whether a forward pass may begin a session; not one that an optimizer asks for in its step."""
-        waits = bool(self._old or self._new) and not self._stepping
+    def _may_start(self) -> bool:
+        """Whether a forward pass may start a session; one inside an optimizer's step may not."""
+        waits = bool(self._ended_members or self._waiting) and not self._stepping
         return waits and torch.is_grad_enabled() and not is_scripted()
 
     def _trains(self, module: nn.Module) -> bool:
-        if module in self._known_not or not self._may_begin():
+        if module in self._untrained or not self._may_start():
             return False
-        sharded.reshard(sharded.units(module))  # an evaluation may have left whole parameters in their places
-        if any(id(param) in self._awaited for param in module.parameters()):
+        sharded.reshard(sharded.units(module))  # an evaluation may have left gathered parameters
+        if any(id(param) in self._waiting_params for param in module.parameters()):
             return True
-        self._known_not.add(module)
+        self._untrained.add(module)
         return False
 
-    def _begin(self) -> None:
-        """Let the optimizers that wait join the session, or begin one over all that are alive."""
-        self._watch_no_more()
-        if not self._joined():
+    def _start(self) -> None:
+        """Add the waiting optimizers to the session, or start one over all that are alive."""
+        self._stop_watching()
+        if not self._join():
             self.end()
-            if self._old:
-                gc.collect()  # what only circles of references keep is no more the script's
-            old, new = self._old, self._new
-            if not self._attached(old + new) and new:
-                self._attached(old)
+            if self._ended_members:
+                gc.collect()  # optimizers that only reference cycles keep are no longer the script's
+            old, new = self._ended_members, self._waiting
+            if not self._attach_all(old + new) and new:
+                self._attach_all(old)
             if self.amp is not None and self._scale is not None and _alive(old):  # the same training goes on
                 engine_of(self.amp).scaler.load_state_dict(self._scale)
-            self._go_on()
-        self._old, self._new, self._scale = [], [], None
-        self._awaited.clear()
+            self._load_scales()
+        self._ended_members, self._waiting, self._scale = [], [], None
+        self._waiting_params.clear()
 
-    def _joined(self) -> bool:
-        """Let later optimizers into the session that there is."""
-        optimizers = _alive(self._new)
+    def _join(self) -> bool:
+        """Add the waiting optimizers to the running session; whether that was possible."""
+        optimizers = _alive(self._waiting)
         if self.amp is None:
             return False
         try:
             self.amp.add(optimizers)
         except MezzoError:  # gradients accumulate, for one
             return False
-        self._session += optimizers
-        self._tell([], optimizers)
+        self._members += optimizers
+        self._report_members([], optimizers)
         return True
 
-    def _attached(self, references: list[weakref.ref[Optimizer]]) -> bool:
+    def _attach_all(self, references: list[weakref.ref[Optimizer]]) -> bool:
         optimizers = _alive(references)
         models = models_of(optimizers)
-        held = {id(param): param for model in models for param in model.parameters()}
-        for optimizer in [each for each in optimizers if held.keys().isdisjoint(map(id, _updated([each])))]:
+        params = {id(param): param for model in models for param in model.parameters()}
+        for optimizer in [
+            optimizer for optimizer in optimizers if params.keys().isdisjoint(map(id, _updated([optimizer])))
+        ]:
             optimizers.remove(optimizer)
             tensors = counted(sum(1 for _ in _updated([optimizer])), "tensor")
             self._report.left_alone[f"{type(optimizer).__name__} over {tensors}"] = "no module holds what it updates"
             self._report.why_not = self._report.why_not and NOT_HELD
         if not optimizers:
             return False
-        gradients = [(param, param.grad) for param in held.values() if param.grad is not None]
+        gradients = [(param, param.grad) for param in params.values() if param.grad is not None]
         for param, _ in gradients:
             param.grad = None
         self.amp = self._session_over(models, optimizers)
         for param, gradient in gradients:
-            _give(param, gradient)
+            _set_gradient(param, gradient)
         if self.amp is None:
             self._report.why_not = self._report.why_not and REFUSED
             return False
         self._report.why_not = ()
         self._report.intercepted[_ALWAYS] = 1
-        self._session, self._held = optimizers, held
-        self._tell(models, optimizers)
+        self._members, self._params = optimizers, params
+        self._report_members(models, optimizers)
         return True
 
-    def _tell(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
-        self._report.models += [name_of(each) for each in models if each not in self._told]
-        self._report.optimizers += [type(each).__name__ for each in optimizers if each not in self._told]
-        self._told.update([*models, *optimizers])
+    def _report_members(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
+        self._report.models += [name_of(model) for model in models if model not in self._reported]
+        self._report.optimizers += [
+            type(optimizer).__name__ for optimizer in optimizers if optimizer not in self._reported
+        ]
+        self._reported.update([*models, *optimizers])
 
     def _session_over(self, models: list[nn.Module], optimizers: list[Optimizer]) -> AttachedPrecision | None:
-        """Begin a session, with weights in plain FP32 where they cannot be stored otherwise.
+        """Start a session, with weights in plain FP32 where they cannot be stored as the policy says.
 
         Raises:
-            PolicyError: They cannot be, and are: the models were wrapped like that already.
+            PolicyError: They cannot be stored so, and the models were wrapped with such weights already.
         """
-        what = f"{', '.join(type(each).__name__ for each in optimizers)} over {', '.join(map(name_of, models))}"
+        trained = (
+            f"{', '.join(type(optimizer).__name__ for optimizer in optimizers)} over {', '.join(map(name_of, models))}"
+        )
         policy = self._policy
         try:
             return self._attach(models, optimizers, policy)
@@ -326,7 +332,7 @@ class Gathering:
             in_fp32 = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules)
             if any(map(preparations_in, models)):
                 raise PolicyError(
-                    f"{what} cannot be trained under {policy}, and was wrapped for it already",
+                    f"{trained} cannot be trained under {policy}, and was wrapped for it already",
                     why=why,
                     write=f"mezzo run --policy {Policy.O1(policy.dtype)} …, which stores weights in FP32",
                 )
@@ -337,12 +343,12 @@ class Gathering:
             else:
                 self._report.left_alone[f"weights of {', '.join(map(name_of, models))}, stored in FP32"] = why
                 return amp
-        self._report.left_alone[what] = why
+        self._report.left_alone[trained] = why
         return None
 
 
-def _give(param: nn.Parameter, gradient: Tensor) -> None:
-    """Have a parameter, whatever its dtype, go on from an FP32 gradient."""
+def _set_gradient(param: nn.Parameter, gradient: Tensor) -> None:
+    """Set an FP32 gradient on a parameter of any dtype."""
     if param.dtype in LOW:
         param.grad_dtype = None
     param.grad = gradient
@@ -358,7 +364,7 @@ def convert_before_wrapping(policy: Policy, report: ScriptReport, seams: Seams) 
 
     Args:
         policy: The policy.
-        report: What is written down.
+        report: Gets what was intercepted.
         seams: Replaces names of torch.
 
     Returns:
@@ -398,14 +404,14 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
 
     **Cost**: a look at all objects, some hundredths of a second for a million.
     """
-    kinds = set(_kinds(nn.Module))  # by type(): what isinstance asks of an object may run code of its own
-    modules = [each for each in gc.get_objects() if type(each) in kinds]
+    module_classes = set(_subclasses(nn.Module))  # by type(): what isinstance asks of an object may run code of its own
+    modules = [value for value in gc.get_objects() if type(value) in module_classes]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         for child in (vars(module).get("_modules") or {}).values():
             parents.setdefault(id(child), []).append(module)
     for module in modules:
-        # An outermost one, in which an evaluation may have left whole parameters; half of a copy that failed has none.
+        # An evaluation may have left gathered parameters in an outermost module. A copy that failed has no `_modules`.
         if id(module) not in parents and "_modules" in vars(module):
             sharded.reshard(sharded.units(module))
     owners: dict[int, list[nn.Module]] = {}
@@ -413,28 +419,28 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
         for param in (vars(module).get("_parameters") or {}).values():
             if param is not None:
                 owners.setdefault(id(param), []).append(module)
-    found: dict[int, nn.Module] = {}
+    outermost: dict[int, nn.Module] = {}
     for owner in [owner for param in _updated(optimizers) for owner in owners.get(id(param), ())]:
-        found.update({id(each): each for each in _outermost(owner, parents) if id(each) not in found})
-    return list(found.values())
+        outermost.update({id(module): module for module in _outermost(owner, parents) if id(module) not in outermost})
+    return list(outermost.values())
 
 
-def _kinds(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
-    yield kind
-    for below in kind.__subclasses__():
-        yield from _kinds(below)
+def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    yield cls
+    for below in cls.__subclasses__():
+        yield from _subclasses(below)
 
 
 def _outermost(module: nn.Module, parents: dict[int, list[nn.Module]]) -> Iterator[nn.Module]:
     seen, waiting = set[int](), [module]
     while waiting:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen.add(id(each))
-            around = parents.get(id(each), [])
-            waiting += around
-            if not around:
-                yield each
+        inner = waiting.pop()
+        if id(inner) not in seen:
+            seen.add(id(inner))
+            outer = parents.get(id(inner), [])
+            waiting += outer
+            if not outer:
+                yield inner
 
 
 def _updated(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
@@ -442,39 +448,39 @@ def _updated(optimizers: Iterable[Optimizer]) -> Iterator[Tensor]:
 
 
 def _alive(references: Iterable[weakref.ref[Optimizer]]) -> list[Optimizer]:
-    return [each for reference in references if (each := reference()) is not None]
+    return [optimizer for reference in references if (optimizer := reference()) is not None]
 
 
 # ``torch.autocast`` and ``GradScaler`` of a script's own: what they mean where a session casts and scales.
 
 
 def replace_amp(gathering: Gathering, report: ScriptReport, seams: Seams) -> None:
-    """Let a script's regions be the session's, and its scalers scale nothing, since the session does.
+    """Replace autocast, whose regions become the session's, and GradScaler, which scales nothing: the session does.
 
-    What is switched off by ``enabled=False``, or asked for by torch and mezzo, is torch's own.
+    With ``enabled=False``, or called by torch or mezzo, both are torch's own.
 
     Args:
-        gathering: Has the session.
-        report: What is written down.
+        gathering: Holds the session.
+        report: Gets what was intercepted.
         seams: Replaces names of torch.
     """
-    for place in (torch, torch.amp, torch.cuda.amp, torch.cpu.amp):
-        for name, made in (("autocast", _autocast), ("GradScaler", _grad_scaler)):
-            if name in vars(place):
-                seams.replace(place, name, made(vars(place)[name], gathering, report))
+    for namespace in (torch, torch.amp, torch.cuda.amp, torch.cpu.amp):
+        for name, replacement in (("autocast", _autocast), ("GradScaler", _grad_scaler)):
+            if name in vars(namespace):
+                seams.replace(namespace, name, replacement(vars(namespace)[name], gathering, report))
 
 
 def _autocast(plain: type[torch.autocast], gathering: Gathering, report: ScriptReport) -> type:
     signature = inspect.signature(plain)
 
     class ScriptAutocast(contextlib.ContextDecorator):
-        """The session's region, wherever a script enters its own."""
+        """The session's region, where a script enters one of torch's."""
 
         __doc__ = plain.__doc__
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            if given.get("enabled", True) and is_script():
+            arguments = signature.bind(*args, **kwargs).arguments
+            if arguments.get("enabled", True) and is_script():
                 return super().__new__(cls)
             return plain(*args, **kwargs)
 
@@ -505,8 +511,8 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, report
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 super().__init__(*args, **kwargs)
-            for each in caught:  # of the script's line, and not of this one
-                warnings.warn(each.message, each.category, stacklevel=2)
+            for warning in caught:  # of the script's line, and not of this one
+                warnings.warn(warning.message, warning.category, stacklevel=2)
             if self.is_enabled():
                 report.intercepted["GradScaler"] += 1
 
@@ -564,7 +570,7 @@ def run(
     max_grad_norm: float | None = None,
     hold_schedulers: bool = True,
     steps: int | None = None,
-    told: Callable[[StepRecord], None] | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
     around: Callable[[list[nn.Module]], AbstractContextManager[None]] | None = None,
 ) -> ScriptRun:
     """Run a training script as it is under a policy, with one session over all optimizers that it makes.
@@ -578,7 +584,7 @@ def run(
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this.
         hold_schedulers: Whether schedulers wait where a step was skipped, at one host sync a step.
         steps: After how many steps of sessions the script is ended, in its next backward pass; by itself when omitted.
-        told: Is told of each step, at one transfer from the device.
+        on_step: Called with the record of each step, at one transfer from the device.
         around: Returns what is entered once the first session has begun, over these models, and left with the script.
 
     Returns:
@@ -603,7 +609,7 @@ def run(
 
     error: BaseException | None = None
     with Seams() as seams:
-        log = StepLog(report, told, steps, lambda: gathering.is_apart())
+        log = StepLog(report, on_step, steps, lambda: gathering.is_apart())
         gathering = Gathering(begin, chosen, report, log.ended, seams)
         converted = convert_before_wrapping(chosen, report, seams)
         replace_amp(gathering, report, seams)

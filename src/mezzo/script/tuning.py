@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,24 +58,24 @@ def tune(
         BaseException: What the script raises.
     """
     require_one_process("tune")
-    kept_policy = tunable(policy)
+    tuned_policy = tunable(policy)
     if after < 0:
         raise PolicyError(f"after must be 0 or a positive integer, not {after}", write="after=100")
-    kept = _OwnCalls(calls=steps, after=after)
-    ended = run(program, "O0", steps=after + steps, told=kept.stepped, around=kept.watching)
-    if kept.problem is not None:
-        raise kept.problem
+    recorder = _CallRecorder(after=after)
+    ended = run(program, "O0", steps=after + steps, on_step=recorder.stepped, around=recorder.watching)
+    if recorder.problem is not None:
+        raise recorder.problem
     if ended.failure is not None:
         raise ended.failure
-    batches = [call for call in kept.made if any(gradient is not None for gradient in call.gradients)][:steps]
-    if kept.model is None or not batches:
+    batches = [call for call in recorder.calls if any(gradient is not None for gradient in call.gradients)][:steps]
+    if recorder.model is None or not batches:
         raise never_trains(program.name, ended.report.left_alone)
-    make = None if kept.optimizer is None else _maker(kept.optimizer)
-    return tuned(kept.model, _loss, batches, optimizer=make, policy=kept_policy, steps=len(batches))
+    make = None if recorder.optimizer is None else _maker(recorder.optimizer)
+    return tuned(recorder.model, _loss, batches, optimizer=make, policy=tuned_policy, steps=len(batches))
 
 
 @dataclass(slots=True)
-class _KeptCall:
+class _RecordedCall:
     """A call of the model: its arguments, and the gradients of the tensors that it returned."""
 
     args: tuple[Any, ...]
@@ -87,7 +87,7 @@ class _Weighted(torch.autograd.Function):
     """A number whose gradients in some tensors are given: no op of it is one that trials could keep in FP32."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, gradients: Sequence[Tensor], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients
         return torch.zeros((), device=outputs[0].device)
 
@@ -96,42 +96,43 @@ class _Weighted(torch.autograd.Function):
         return None, *(gradient * factor for gradient in ctx.gradients)
 
 
-def _loss(model: nn.Module, call: _KeptCall) -> Tensor:
-    """Return what has the gradients of the script's own loss, in the model's outputs."""
+def _loss(model: nn.Module, call: _RecordedCall) -> Tensor:
+    """Return a number whose gradients in the model's outputs are those of the script's own loss."""
     output = model(*call.args, **call.kwargs)
-    pairs = [(g, t) for t, g in zip(tensors(output), call.gradients, strict=True) if g is not None]
-    loss: Tensor = _Weighted.apply([each[0] for each in pairs], *(each[1] for each in pairs))  # type: ignore[no-untyped-call]
+    outputs_of = zip(tensors(output), call.gradients, strict=True)
+    pairs = [(gradient, tensor) for tensor, gradient in outputs_of if gradient is not None]
+    gradients, outputs = zip(*pairs, strict=True)
+    loss: Tensor = _Weighted.apply(gradients, *outputs)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _OwnCalls:
-    """What is kept of a script's run.
+class _CallRecorder:
+    """The calls of a script's model, with the gradients that the script's loss gives its outputs.
 
     Args:
-        calls: How many calls with gradients.
-        after: How many steps come before.
+        after: How many steps come before the first recorded call.
 
     Attributes:
-        model: A copy of the model as it was at the first call that was kept.
-        optimizer: What updates the model.
-        made: The calls.
-        problem: Why nothing can be kept.
+        model: A copy of the model as it was at the first recorded call.
+        optimizer: The optimizer that stepped last.
+        calls: The calls.
+        problem: Why nothing can be recorded.
     """
 
-    def __init__(self, calls: int, after: int) -> None:
+    def __init__(self, after: int) -> None:
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
-        self.made: list[_KeptCall] = []
+        self.calls: list[_RecordedCall] = []
         self.problem: UnsupportedError | None = None
-        self._calls, self._after, self._taken = calls, after, 0
+        self._after, self._num_steps = after, 0
 
     def stepped(self, record: StepRecord) -> None:
         """Count a step."""
-        self._taken = record.step
+        self._num_steps = record.step
 
     @contextmanager
     def watching(self, models: list[nn.Module]) -> Iterator[None]:
-        """Keep calls inside the block."""
+        """Record the calls of the model inside the block."""
         if len(models) > 1:
             self.problem = UnsupportedError(
                 "tuning finds rules for one model",
@@ -152,47 +153,49 @@ class _OwnCalls:
         self.optimizer = optimizer
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._taken < self._after or self.problem is not None or not model.training:
+        if self._num_steps < self._after or self.problem is not None or not model.training:
             return
         try:
             if self.model is None:
                 self.model = copied(model, _WRITE)
-            self.made.append(_KeptCall(*copy.deepcopy((args, kwargs))))
+            self.calls.append(_RecordedCall(*copy.deepcopy((args, kwargs))))
         except UnsupportedError as error:
             self.problem = error
         except RuntimeError as error:
             self.problem = UnsupportedError("the model's arguments cannot be copied", why=str(error), write=_WRITE)
 
     def _returned(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self.made or self.problem is not None or self.made[-1].gradients:
+        if not self.calls or self.problem is not None or self.calls[-1].gradients:
             return
-        call = self.made[-1]
-        found = list(tensors(output))
-        call.gradients += [None] * len(found)
-        for place, tensor in enumerate(found):
+        call = self.calls[-1]
+        outputs = list(tensors(output))
+        call.gradients += [None] * len(outputs)
+        for index, tensor in enumerate(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(_keeping(call, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(_storing(call, index))  # type: ignore[no-untyped-call]
 
 
-def _keeping(call: _KeptCall, place: int) -> Callable[[Tensor], None]:
-    def keep(gradient: Tensor) -> None:
-        before = call.gradients[place]
-        call.gradients[place] = gradient.detach().clone() if before is None else before + gradient.detach()
+def _storing(call: _RecordedCall, index: int) -> Callable[[Tensor], None]:
+    def add(gradient: Tensor) -> None:
+        before = call.gradients[index]
+        call.gradients[index] = gradient.detach().clone() if before is None else before + gradient.detach()
 
-    return keep
+    return add
 
 
 def _maker(optimizer: Optimizer) -> Callable[[Any], Optimizer] | None:
-    """Return what makes an optimizer with the settings of another one's first group; ``None`` where that is unknown."""
-    kind = type(optimizer)
-    known = inspect.signature(kind).parameters
-    settings = {name: value for name, value in optimizer.param_groups[0].items() if name in known and name != "params"}
+    """Return a function that makes an optimizer with the settings of this one's first group, if there can be one."""
+    optimizer_class = type(optimizer)
+    parameters = inspect.signature(optimizer_class).parameters
+    settings = {
+        name: value for name, value in optimizer.param_groups[0].items() if name in parameters and name != "params"
+    }
 
     def make(params: Any) -> Optimizer:
-        return kind(params, **settings)
+        return optimizer_class(params, **settings)
 
     try:
-        make([nn.Parameter(each.detach().clone()) for each in optimizer.param_groups[0]["params"][:1]])
+        make([nn.Parameter(param.detach().clone()) for param in optimizer.param_groups[0]["params"][:1]])
     except Exception:  # whatever a script's own class asks for
         return None
     return make

@@ -52,7 +52,7 @@ _ATTACHING: Final = threading.RLock()
 
 def attached_now() -> AttachedPrecision | None:
     """Return the session that is attached to the passes of this process, if there is one."""
-    return next((found for here in reversed(_NOW.now) if (found := here()) is not None), None)
+    return next((session for here in reversed(_NOW.now) if (session := here()) is not None), None)
 
 
 def attach(
@@ -161,14 +161,14 @@ class AttachedPrecision(MixedPrecision):
     def __init__(
         self, models: Any, optimizers: Any, policy: Any = None, *, hold_schedulers: bool = True, **options: Any
     ) -> None:
-        subjects, given = models_and_optimizers(models, optimizers)
+        subjects, optimizer_list = models_and_optimizers(models, optimizers)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         self._known_by: weakref.ref[AttachedPrecision] | None = None
         self._autograd_engine: Any = None  # autograd's, as it stands while passes are the session's
-        super().__init__(subjects, given, policy, **options)
+        super().__init__(subjects, optimizer_list, policy, **options)
         try:
-            self._take_over(given)
+            self._take_over(optimizer_list)
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
@@ -177,13 +177,13 @@ class AttachedPrecision(MixedPrecision):
                 )
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
-                place, name = door()
-                self._bind_torchs(place, name, _run)
-                self._autograd_engine, self._engine.has_door = vars(place)[name], True
+                owner, name = door()
+                self._bind_torchs(owner, name, _run)
+                self._autograd_engine, self._engine.has_door = vars(owner)[name], True
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
-                for kind in dict.fromkeys(_kinds(LRScheduler)):
-                    self._bind_torchs(kind, "step", _hold)
+                for cls in dict.fromkeys(_kinds(LRScheduler)):
+                    self._bind_torchs(cls, "step", _hold)
         except BaseException:
             self.close()
             raise
@@ -193,14 +193,14 @@ class AttachedPrecision(MixedPrecision):
 
     # What is bound ----------------------------------------------------------------------------------------
 
-    def _bind_own(self, place: nn.Module | Optimizer, name: str, value: Any) -> None:
+    def _bind_own(self, owner: nn.Module | Optimizer, name: str, value: Any) -> None:
         """Bind a name on a module or an optimizer."""
-        self._undo.callback(patch(place, name, value))
+        self._undo.callback(patch(owner, name, value))
 
     # Optimizers -------------------------------------------------------------------------------------------
 
     def add(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
-        """Take in optimizers that are made later, over parameters of the models.
+        """Add optimizers that were made later, over parameters of the models.
 
         Raises:
             StateError: Inside an accumulation window of theirs.
@@ -208,27 +208,27 @@ class AttachedPrecision(MixedPrecision):
         """
         self._require_open("add")
         weights, engine = self._weights, self._engine
-        _, given = models_and_optimizers(weights.models, listed(optimizers))
-        check_optimizers(weights.models, given, self.policy)
-        new = {id(param) for each in given for param in weights.leaves(each)}
-        engine.follow()
-        near = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
-        if any(window.now.passes and window.has_gradients() for window in near):
+        _, added = models_and_optimizers(weights.models, listed(optimizers))
+        check_optimizers(weights.models, added, self.policy)
+        new = {id(param) for optimizer in added for param in weights.leaves(optimizer)}
+        engine.replan()
+        overlapping = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
+        if any(window.now.passes and window.has_gradients() for window in overlapping):
             raise StateError(
                 "optimizers were added inside an accumulation window",
-                where=some_of([type(each).__name__ for each in given]),
+                where=some_of([type(optimizer).__name__ for optimizer in added]),
                 write="amp.step() or amp.zero_grad() first",
             )
-        weights.optimizers += given
+        weights.optimizers += added
         try:
             engine.plan_anew()
         except BaseException:
-            weights.optimizers[:] = [each for each in weights.optimizers if each not in given]
+            weights.optimizers[:] = [optimizer for optimizer in weights.optimizers if optimizer not in added]
             raise
-        weights.take(given)
-        for undo in engine.watch(given):
+        weights.prepare_optimizers(added)
+        for undo in engine.watch(added):
             self._undo.callback(undo)
-        self._take_over(given)
+        self._take_over(added)
 
     def _take_over(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -242,22 +242,29 @@ class AttachedPrecision(MixedPrecision):
         self._engine.plan_anew()  # told of the steps that were bound
 
     def _carry_with(self, optimizer: Optimizer) -> None:
-        """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
-        inner = (each for each in inner_optimizers(optimizer) if each not in self._weights.optimizers)
-        for place in (optimizer, *inner):
-            complete(place)
+        """Register hooks by which an optimizer's state dict carries the session's state.
+
+        The inner optimizers of a wrapper get them too: its state dict may be made of theirs alone.
+        """
+        inner = (
+            inner_optimizer
+            for inner_optimizer in inner_optimizers(optimizer)
+            if inner_optimizer not in self._weights.optimizers
+        )
+        for wrapped in (optimizer, *inner):
+            complete(wrapped)
             loaded: list[Any] = []
 
-            def take(_: Optimizer, found: dict[str, Any], loaded: list[Any] = loaded) -> None:
-                loaded.append(found.pop(CARRIED, None))
+            def take_out(_: Optimizer, state_dict: dict[str, Any], loaded: list[Any] = loaded) -> None:
+                loaded.append(state_dict.pop(CARRIED, None))
 
-            def go_on(_: Optimizer, loaded: list[Any] = loaded) -> None:
+            def load(_: Optimizer, loaded: list[Any] = loaded) -> None:
                 self.resume(loaded.pop())
 
             for handle in (
-                place.register_state_dict_post_hook(self._carry),
-                place.register_load_state_dict_pre_hook(take),
-                place.register_load_state_dict_post_hook(go_on),
+                wrapped.register_state_dict_post_hook(self._carry),
+                wrapped.register_load_state_dict_pre_hook(take_out),
+                wrapped.register_load_state_dict_post_hook(load),
             ):
                 self._undo.callback(handle.remove)
 
@@ -273,7 +280,7 @@ class AttachedPrecision(MixedPrecision):
         self._bind_own(optimizer, "step", types.MethodType(step, optimizer))
 
     def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step with an optimizer, or skip: what ``optimizer.step()`` is meanwhile.
+        """Step with an optimizer, or skip: what ``optimizer.step()`` is while the session lives.
 
         Args:
             optimizer: What is asked to step.
@@ -329,12 +336,14 @@ class AttachedPrecision(MixedPrecision):
         Raises:
             StateError: Another engine of autograd's stands where the session had put its own.
         """
-        place, name = door()
-        if self._autograd_engine in (None, vars(place)[name]) or self._engine.scale_now is None:
+        owner, name = door()
+        if self._autograd_engine in (None, vars(owner)[name]) or self._engine.scale_now is None:
             return
-        self._engine.follow()
-        near = [each for each in self._engine.windows if not set(each.plan.optimizers).isdisjoint(optimizers)]
-        if any(window.has_gradients() and not window.now.passes for window in near):
+        self._engine.replan()
+        stepping_windows = [
+            window for window in self._engine.windows if not set(window.plan.optimizers).isdisjoint(optimizers)
+        ]
+        if any(window.has_gradients() and not window.now.passes for window in stepping_windows):
             raise StateError(
                 "backward passes do not go through the session any more",
                 where=f"{door()[0].__qualname__}.{door()[1]} of torch.autograd",
@@ -350,17 +359,17 @@ class AttachedPrecision(MixedPrecision):
 
     # State ------------------------------------------------------------------------------------------------
 
-    def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
-        found[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
+    def _carry(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
 
-    def resume(self, found: Mapping[str, Any] | None) -> None:
-        """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
+    def resume(self, carried: Mapping[str, Any] | None) -> None:
+        """Load the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
 
         Raises:
             StateError: It is another model's. Nothing was loaded.
         """
-        if found is not None:
-            self.load_state_dict(found)
+        if carried is not None:
+            self.load_state_dict(carried)
 
     def clean_steps(self) -> int:
         """Return how many steps the scale has not moved for, as a ``GradScaler`` saves them; a host sync."""
@@ -402,12 +411,14 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
 def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Return gradients as ``torch.autograd.grad`` does: with a scale on the way, where parameters' are asked for."""
     engine, inputs = engine_of(amp), walk_of((), asked[2]).leaves
-    if engine.scale_now is None or is_transformed() or len(engine.others(inputs)) == len(inputs):
+    if engine.scale_now is None or is_transformed() or len(engine.foreign_leaves(inputs)) == len(inputs):
         return plain(roots, gradients, *asked)
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:
         with weights_of(amp).region().around_backward():
-            return plain(roots, tuple(each if each is None else scaled(each) for each in gradients), *asked)
+            return plain(
+                roots, tuple(gradient if gradient is None else scaled(gradient) for gradient in gradients), *asked
+            )
 
     return tuple(engine.differentiated(roots, run))
 
@@ -455,7 +466,7 @@ class _Schedules:
         self.here = _Here()
 
     def note(self, optimizers: Iterable[Optimizer], skipped: Tensor) -> None:
-        """Take note of a step; no host sync, but one in 64 steps of an optimizer without a scheduler.
+        """Record whether a step was skipped; a host sync in 64 steps of an optimizer without a scheduler, else none.
 
         Args:
             optimizers: Those that have stepped, or skipped.
@@ -475,7 +486,7 @@ class _Schedules:
         return self._taken[optimizer]
 
     def waits(self, scheduler: Any) -> bool:
-        """Whether a scheduler that is about to step is to wait; what it is told counts as told."""
+        """Whether a scheduler that is about to step waits; its next call looks at the steps since this one alone."""
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, Optimizer) or optimizer not in self._total:
             return False
@@ -485,11 +496,11 @@ class _Schedules:
         return not begins and now[0] > total and now[1] == taken
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def _kinds(cls: type) -> Iterator[type]:
     below: type
-    for below in kind.__subclasses__():
+    for below in cls.__subclasses__():
         yield from _kinds(below)
-    yield kind
+    yield cls
 
 
 def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import inspect
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Final, TypeVar
 
 import torch
@@ -27,12 +27,12 @@ from mezzo.tensors import tensors
 
 K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 
-#: What a thread is inside of: a call of a module, or of a method, in the region; a method that is no call of the model.
+#: Where a thread is: in a call of a module, or of a method, in the region; in a method that is no call of the model.
 _FORWARD, _METHOD, _APART = "forward", "method", "apart"
 
 
 class _Thread(threading.local):
-    """What this thread is inside of."""
+    """Where this thread is: one of the words above, or ``None``."""
 
     inside: str | None = None
 
@@ -40,11 +40,12 @@ class _Thread(threading.local):
 class Calls:
     """Run calls of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
 
-    A method other than ``forward`` is a call of the model where gradients are recorded, and a tensor is given to it
-    that is none of the models' own: ``model.loss(x)`` is, ``model.project()`` and ``predict(x)`` under ``no_grad`` are
-    not; modules that these call are. A call inside of another one is part of that. What comes out of the outer one is
-    FP32, or the policy's ``output_dtype``; parameters that a method returns stay what they are. A checkpoint recomputes
-    a part after the call around it has ended: such a call enters a region if the last one in a forward pass did.
+    A method other than ``forward`` is a call of the model where gradients are recorded, and one of its arguments is a
+    tensor that is none of the models' own: ``model.loss(x)`` is, ``model.project()`` and ``predict(x)`` under
+    ``no_grad`` are not, but modules that these call are. A call inside of another call is part of it. The outer call
+    returns FP32, or the policy's ``output_dtype``; parameters that a method returns stay as they are. A checkpoint
+    recomputes a part after the call around it has ended: then a part enters a region if its last call in a forward pass
+    did.
 
     Args:
         models: The models.
@@ -69,7 +70,7 @@ class Calls:
         self._here, self._is_over = _Thread(), False
         self._plain = set[Callable[..., Any]]()  # methods whose last call in a forward pass has entered no region
         self._own: list[Mapping[str, Tensor | None]] = []  # parameters and buffers, as the modules have them
-        self._has_taken = False  # whether modules entered the region by hooks, which they have meanwhile not
+        self._has_unhooked = False  # whether hooks by which modules entered the region were removed
         self._undo = ExitStack()
         self._undo.callback(self._forget_compiled)
         for model in models:
@@ -84,22 +85,22 @@ class Calls:
         self._forget_compiled()
 
     def _forget_compiled(self) -> None:
-        if self._has_taken:
+        if self._has_unhooked:
             forget_compiled()
 
     def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str) -> Callable[..., Any]:
-        is_call = _always if name == "forward" else self._is_given
-        within, last = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
-        taken = within if name == "forward" and within is not None and not within.is_own else None
-        if taken is not None:
-            taken.unhook()  # one entry for a call: this one
-            self._has_taken = True
-            self._undo.callback(taken.hook, module)
+        is_call = _always if name == "forward" else self._has_outside_tensor
+        region_hook, output_hook = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
+        unhooked = region_hook if name == "forward" and region_hook is not None and not region_hook.is_own else None
+        if unhooked is not None:
+            unhooked.unhook()  # a call enters the region once, here
+            self._has_unhooked = True
+            self._undo.callback(unhooked.hook, module)
         here = self._here
 
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
-                return self._call(plain, args, kwargs, is_call, None, last, taken, module)
+                return self._call(plain, args, kwargs, is_call, None, output_hook, unhooked, module)
             if is_exporting() or not is_call(args, kwargs):
                 return plain(*args, **kwargs)
             # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
@@ -117,20 +118,20 @@ class Calls:
                 if is_exporting() or not self._autocasts:
                     return plain(*args, **kwargs)
                 is_on = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-                if is_on and (taken is None or taken.is_idle()):
+                if is_on and (unhooked is None or unhooked.is_idle()):
                     return plain(*args, **kwargs)
                 _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
             elif here.inside is _FORWARD and plain in self._plain:  # as nearly all calls are
-                if taken is None:
+                if unhooked is None:
                     return plain(*args, **kwargs)
                 if module._forward_pre_hooks or module._forward_hooks:
-                    taken.hook(module)  # before its others, which a checkpoint recomputes, too
+                    unhooked.hook(module)  # to run before its other hooks, which a checkpoint recomputes too
                 try:
                     return plain(*args, **kwargs)
                 except MezzoError as error:
-                    taken.add_place(error)
+                    unhooked.add_place(error)
                     raise
-            return self._call(plain, args, kwargs, is_call, within, last, taken, module)
+            return self._call(plain, args, kwargs, is_call, region_hook, output_hook, unhooked, module)
 
         call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
@@ -143,12 +144,12 @@ class Calls:
         args: Any,
         kwargs: Any,
         is_call: Callable[[Any, Any], bool],
-        within: Within | None,
-        last: GivesOut | None,
-        taken: Within | None,
+        region_hook: Within | None,
+        output_hook: GivesOut | None,
+        unhooked: Within | None,
         module: nn.Module,
     ) -> Any:
-        """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
+        """Call a method: in the region where it is a call of the model, a part that has rules in its own region."""
         inside, is_forward = self._here.inside, is_call is _always
         if inside is _FORWARD or self._is_over or is_exporting():
             if not runs_backward():
@@ -156,22 +157,22 @@ class Calls:
             return plain(*args, **kwargs)
         enters = self._enters(plain, args, kwargs, is_call, inside)
         if not enters and (is_forward or inside is not None):
-            return plain(*args, **kwargs) if taken is None else taken.run(plain, module, args, kwargs)
+            return plain(*args, **kwargs) if unhooked is None else unhooked.run(plain, module, args, kwargs)
         self._here.inside = (_FORWARD if is_forward else _METHOD) if enters else _APART
         try:
             if not enters:
                 return plain(*args, **kwargs)
-            with self._region(), autocast.of(within.region.now()) if within and within.path else nullcontext():
+            with self._region(), _rules_of(region_hook):
                 output = plain(*args, **kwargs)
         except MezzoError as error:
-            if taken is not None:
-                taken.add_place(error)
+            if unhooked is not None:
+                unhooked.add_place(error)
             raise
         finally:
             self._here.inside = inside
-        if type(output) is not Tensor and any(isinstance(each, nn.Parameter) for each in tensors(output)):
+        if type(output) is not Tensor and any(isinstance(part, nn.Parameter) for part in tensors(output)):
             return output
-        return given_out(output, self._gives_out) if last is None else last.widen(output)
+        return given_out(output, self._gives_out) if output_hook is None else output_hook.widen(output)
 
     def _enters(
         self,
@@ -181,7 +182,7 @@ class Calls:
         is_call: Callable[[Any, Any], bool],
         inside: str | None,
     ) -> bool:
-        """Whether a method is a call of the model, or was where it is recomputed, and no part of another one."""
+        """Whether a call enters the region: it is a call of the model, or recomputes one, and no part of another."""
         if runs_backward():
             return inside is not _METHOD and plain not in self._plain
         # Parts that a method calls without gradients give their numbers to what it returns: `self.net(x).numpy()`.
@@ -190,19 +191,19 @@ class Calls:
         (self._plain.discard if enters else self._plain.add)(plain)
         return enters
 
-    def _is_given(self, args: Any, kwargs: Any) -> bool:
-        """Whether gradients are recorded, and a tensor is given that is none of the models' own, nor a view of one."""
+    def _has_outside_tensor(self, args: Any, kwargs: Any) -> bool:
+        """Whether gradients are recorded, and an argument is a tensor that is none of the models' own, nor a view."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return torch.is_grad_enabled() and any(
-                not isinstance(each, nn.Parameter) for each in tensors((args, kwargs))
+                not isinstance(argument, nn.Parameter) for argument in tensors((args, kwargs))
             )
-        given = [each if each._base is None else each._base for each in tensors((args, kwargs))]
-        own = {id(each) for table in self._own for each in table.values()} if given else ()
-        return any(id(each) not in own for each in given)
+        arguments = [argument if argument._base is None else argument._base for argument in tensors((args, kwargs))]
+        ids_of_model = {id(tensor) for table in self._own for tensor in table.values()} if arguments else ()
+        return any(id(tensor) not in ids_of_model for tensor in arguments)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Have calls inside the block be part of one that is none of the models'."""
+        """Run calls inside the block as parts of an outer call that is none of the models'."""
         before, self._here.inside = self._here.inside, _FORWARD
         try:
             yield
@@ -210,7 +211,7 @@ class Calls:
             self._here.inside = before
 
     def close(self) -> None:
-        """Give the methods back; those that others hold meanwhile do nothing of their own."""
+        """Restore the methods. A wrapper that a program still holds calls the original."""
         self._is_over = True
         self._undo.close()
 
@@ -220,32 +221,37 @@ def _always(_args: Any, _kwargs: Any) -> bool:
     return True
 
 
-def _owner(hooks: Mapping[int, Any], kind: type[K]) -> K | None:
-    """Return what of some kind has put one of a module's hooks there."""
-    return next((owner for owner in map(owner_of, hooks.values()) if isinstance(owner, kind)), None)
+def _owner(hooks: Mapping[int, Any], hook_class: type[K]) -> K | None:
+    """Return the object of a class that has registered one of these hooks, if there is one."""
+    return next((owner for owner in map(owner_of, hooks.values()) if isinstance(owner, hook_class)), None)
+
+
+def _rules_of(part: Within | None) -> AbstractContextManager[Any]:
+    """Return the region of a part that has rules, made for the region around it."""
+    return autocast.of(part.region.now()) if part is not None and part.path else nullcontext()
 
 
 @never_compiled
 def _leave_graph() -> None:
-    """Have the call that is traced run in Python."""
+    """Break the graph, so that the call that is traced runs in Python."""
 
 
-def methods_of(kind: type) -> tuple[str, ...]:
+def methods_of(cls: type) -> tuple[str, ...]:
     """Return the methods of a module's class by which a model may be called.
 
     They are the public ones that are none of ``nn.Module``'s, nor without gradients; ``forward`` of a class of torch's.
     """
-    if kind.__module__.startswith("torch."):
+    if cls.__module__.startswith("torch."):
         return ("forward",)
-    found: dict[str, Any] = {}
-    for each in kind.__mro__:
-        if each is nn.Module:
+    methods: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base is nn.Module:
             break
-        for name, value in vars(each).items():
-            found.setdefault(name, value)
+        for name, value in vars(base).items():
+            methods.setdefault(name, value)
     return tuple(
         name
-        for name, value in found.items()
+        for name, value in methods.items()
         if isinstance(value, types.FunctionType)
         and not name.startswith("_")
         and (name == "forward" or not hasattr(nn.Module, name))

@@ -98,9 +98,9 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
     References:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    given: tuple[Any, Any] = fn, amp  # whatever their types say
-    if not callable(given[0]) or not isinstance(given[1], MixedPrecision):
-        kinds = ", ".join(map(shown, given))
+    arguments: tuple[Any, Any] = fn, amp  # whatever their types say
+    if not callable(arguments[0]) or not isinstance(arguments[1], MixedPrecision):
+        kinds = ", ".join(map(shown, arguments))
         raise PolicyError(f"no train step and its session: {kinds}", write="mezzo.capture(train_step, amp)")
     device = engine_of(amp).device
     return Captured(fn, amp, CudaGraph(device) if device.type == "cuda" else None)
@@ -152,7 +152,7 @@ class Captured(Generic[R]):
         return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Take a step with a batch.
+        """Run a train step with this batch: by the graph, or as a real step where the graph does not fit.
 
         Raises:
             StateError: A closed session, an open accumulation window, or something that the graph holds has changed.
@@ -167,23 +167,24 @@ class Captured(Generic[R]):
         engine.writes.require_whole()
         engine.account.check()
         _require_no_window(engine)
-        observers = [each for each in observing() if isinstance(each, GraphObserver)]
-        if self._recorded is not None and (late := [each for each in observers if each not in self._observers]):
+        observers = [observer for observer in observing() if isinstance(observer, GraphObserver)]
+        late = [observer for observer in observers if observer not in self._observers]
+        if self._recorded is not None and late:
             raise StateError(
                 "a recorder was put on after the graph was captured",
                 where=repr(late[0]),
                 why="a graph counts what it was captured with",
                 write="with Recorder(…) as recorder: around all calls of captured = mezzo.capture(…), once more",
             )
-        for each in observers:
-            each.enters(engine)
+        for observer in observers:
+            observer.enters(engine)
         is_done = False
         try:
             output = self._call(graph, args, kwargs)
             is_done = True
         finally:
-            for each in observers:
-                each.leaves(engine, is_done)
+            for observer in observers:
+                observer.leaves(engine, is_done)
         return output
 
     def _call(self, graph: CudaGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -194,7 +195,7 @@ class Captured(Generic[R]):
             engine.scaler.leave()
             placed = mapped((args, kwargs), batch.placed)
             return graph.run(lambda: self._run(placed))
-        batch.take(args, kwargs)
+        batch.copy_in(args, kwargs)
         waits = self._recorded is None and (
             self._rehearsed != _places(engine) or any(map(_lacks_momentum, engine.weights.optimizers))
         )
@@ -239,7 +240,7 @@ class Captured(Generic[R]):
         return output
 
     def _record(self, graph: CudaGraph, batch: _Batch) -> _Recorded[R]:
-        """Go through a step while its kernels are recorded; nothing is computed before the first replay."""
+        """Record the kernels of a step; nothing is computed before the first replay."""
         engine = engine_of(self._amp)
         raise_together(_problems(engine))
         engine.clear()
@@ -251,11 +252,11 @@ class Captured(Generic[R]):
         def run() -> R:
             # A copy: what steps say of the scale that they had must outlive the next one.
             scaler.hold(scale.clone(), in_graph=True)
-            found = self._run(batch.arguments)
-            engine.update()  # what waits for the next loss elsewhere, as where an optimizer has nothing to train
+            output = self._run(batch.arguments)
+            engine.update()  # which outside of a graph the next loss does, where an optimizer has not stepped
             scale.copy_(scaler.state)
             scaler.hold(scale, in_graph=True)
-            return found
+            return output
 
         engine.account.kept = outcomes
         try:
@@ -302,8 +303,8 @@ class Captured(Generic[R]):
 
 
 def _detached(output: R) -> R:
-    found: R = mapped(output, Tensor.detach)
-    return found
+    detached: R = mapped(output, Tensor.detach)
+    return detached
 
 
 @contextmanager
@@ -347,7 +348,7 @@ class _Looks:
         """Gradients are the graph's own."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
-        """Take note of a step."""
+        """Count a step of the captured session."""
         self._steps += 1
 
     def require_step(self) -> None:
@@ -410,8 +411,8 @@ def _problems(engine: Engine) -> Iterator[MezzoError]:
             why="wrappers that reduce gradients remember the stream on which they were made",
             write="the train step without mezzo.capture",
         )
-    held = [t for model in weights.models for t in (*model.parameters(), *model.buffers())]
-    if elsewhere := {str(t.device) for t in held if t.device != device}:
+    held_tensors = [t for model in weights.models for t in (*model.parameters(), *model.buffers())]
+    if elsewhere := {str(t.device) for t in held_tensors if t.device != device}:
         yield UnsupportedError(
             "a graph is of one device, and the session is not",
             where=f"loss scale on {device}, parameters on {', '.join(sorted(elsewhere))} too",
@@ -475,18 +476,18 @@ class _Batch:
         """The arguments that the train step is given, with no gradients to add to."""
         for mine in self._tensors:
             mine.grad = None
-        found: tuple[tuple[Any, ...], dict[str, Any]] = self._frame.filled(self._tensors)
-        return found
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = self._frame.filled(self._tensors)
+        return arguments
 
     def placed(self, tensor: Tensor) -> Tensor:
         """Return what the train step is given of another batch."""
         return tensor.to(self._device, non_blocking=True)
 
     @torch.no_grad()
-    def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def copy_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the tensors of a batch here, without waiting."""
-        for mine, given in zip(self._tensors, tensors((args, kwargs)), strict=True):
-            mine.copy_(given, non_blocking=True)
+        for recorded, value in zip(self._tensors, tensors((args, kwargs)), strict=True):
+            recorded.copy_(value, non_blocking=True)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return in which a batch is unlike the first one; empty where it is like it."""
@@ -494,8 +495,8 @@ class _Batch:
         if list(batch) != list(self._leaves):
             return "the structure of its arguments"
         pairs = zip(self._leaves.values(), batch.values(), strict=True)
-        unlike = ((mine, given) for mine, given in pairs if not _alike(mine, given))
-        return next((f"{_shown(mine)} → {_shown(given)}" for mine, given in unlike), "")
+        unlike = ((recorded, value) for recorded, value in pairs if not _alike(recorded, value))
+        return next((f"{_shown(recorded)} → {_shown(value)}" for recorded, value in unlike), "")
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
@@ -521,24 +522,25 @@ def _held(engine: Engine) -> dict[str, Any]:
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
-    engine.follow(writes=True)
+    engine.replan(writes=True)
     weights, plan = engine.weights, engine.plan
-    found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
+    settings: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
     for number, model in enumerate(weights.models):
         name = f"{type(model).__name__}, model {number}"
-        found[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
-        found[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
-        found[f"training of {name}"] = [module.training for module in model.modules()]
-    found["what optimizers update"] = [*plan.ends, *map(id, plan.params)]
+        settings[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
+        settings[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
+        settings[f"training of {name}"] = [module.training for module in model.modules()]
+    settings["what optimizers update"] = [*plan.ends, *map(id, plan.params)]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
-        found[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
-        if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
+        settings[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
+        one_pass_optimizer = as_one_pass(optimizer)
+        if one_pass_optimizer is not None:  # numbers, and tensors in host memory, are copied before each replay
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]
-            found[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
-            found[f"state of {name} as its steps have left it"] = [own.is_followed()]
-            found[f"rules of {name}"] = [own.rule_of(group) for group in optimizer.param_groups]
-    return found | _options([each for each in weights.optimizers if as_one_pass(each) is None])
+            settings[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
+            settings[f"state of {name} as its steps have left it"] = [one_pass_optimizer.is_followed()]
+            settings[f"rules of {name}"] = [one_pass_optimizer.rule_of(group) for group in optimizer.param_groups]
+    return settings | _options([optimizer for optimizer in weights.optimizers if as_one_pass(optimizer) is None])
 
 
 def _places(engine: Engine) -> dict[str, Any]:
@@ -661,7 +663,7 @@ class CudaGraph:
 
 @contextmanager
 def _syncs(*, refused: bool) -> Iterator[None]:
-    """Let torch raise where code waits for the device."""
+    """Make torch raise where code in the block waits for the device."""
     before = torch.cuda.get_sync_debug_mode() if refused else None
     try:
         if refused:

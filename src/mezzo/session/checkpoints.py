@@ -47,7 +47,7 @@ def save(path: str | os.PathLike[str], /, *, each_rank: bool = False, **parts: A
         >>> sorted(mezzo.load(path))
         ['amp', 'epoch', 'model', 'optimizer']
     """
-    made = {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in parts.items()}
+    states = {name: part.state_dict() if hasattr(part, "state_dict") else part for name, part in parts.items()}
     dist = torch.distributed
     is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
     if is_other_rank and not each_rank:
@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], /, *, each_rank: bool = False, **parts: A
     set_crc32_options(True)  # whatever this process asks of its other files: without them no damage is seen
     try:
         with whole(path) as file:
-            torch.save(made, file)
+            torch.save(states, file)
     finally:
         set_crc32_options(before)
 
@@ -95,15 +95,15 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
         _check_records(file, os.fsdecode(path))
         file.seek(0)
         try:
-            found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+            contents = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
         except RuntimeError as error:
             if not str(error).startswith(_READER):
                 raise  # it is of the device, say, and not of the file
             raise _damaged(os.fsdecode(path), str(error).partition(". ")[0]) from None
-    states = {name: found[name] for name in parts}
+    states = {name: contents[name] for name in parts}
     for name, part in parts.items():
         part.load_state_dict(states[name])
-    return found
+    return contents
 
 
 def _check_records(file: BinaryIO, path: str) -> None:
@@ -111,13 +111,15 @@ def _check_records(file: BinaryIO, path: str) -> None:
     try:
         with ZipFile(file) as archive:
             # Of what one bit calls a folder torch hands out memory as it finds it.
-            folders = (each.filename for each in archive.infolist() if each.is_dir() or each.external_attr & _FOLDER)
+            folders = (
+                entry.filename for entry in archive.infolist() if entry.is_dir() or entry.external_attr & _FOLDER
+            )
             damaged = archive.testzip() or next(folders, None)
     except Exception as error:  # zipfile raises a dozen kinds over headers that contradict each other
         raise _damaged(path, str(error) or "it ends before its header says") from None
     if damaged is not None:
-        what = f"the record {damaged!r} of the checkpoint is damaged"
-        raise StateError(what, where=path, why="its CRC-32 is another, or it is called a folder", write=_WRITE)
+        problem = f"the record {damaged!r} of the checkpoint is damaged"
+        raise StateError(problem, where=path, why="its CRC-32 is another, or it is called a folder", write=_WRITE)
 
 
 def _damaged(path: str, why: str) -> StateError:

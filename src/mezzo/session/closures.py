@@ -24,7 +24,7 @@ from mezzo.weights.stepping import stored_again
 
 
 def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callable[[], Any]) -> Step:
-    """Let one optimizer evaluate the loss by itself, as LBFGS and SAM do.
+    """Step with one optimizer that evaluates the loss by itself, as LBFGS and SAM do.
 
     Gradients that there are before the first evaluation count as one: SAM begins with them. If an evaluation overflows,
     or anything raises, weights and the optimizer's state are put back.
@@ -44,7 +44,7 @@ def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callab
     if len(optimizers) != 1:
         raise PolicyError(
             "a closure is for one optimizer",
-            where=f"amp.step(closure=…) for {some_of([type(each).__name__ for each in optimizers])}",
+            where=f"amp.step(closure=…) for {some_of([type(optimizer).__name__ for optimizer in optimizers])}",
             why="each optimizer moves its weights between two evaluations of the loss",
             write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
         )
@@ -58,11 +58,11 @@ def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callab
 
     engine.refuse_capture()
     engine.account.check()
-    engine.follow(writes=True)
+    engine.replan(writes=True)
     engine.writes.require_whole()
     check_numbers(next(iter(optimizers)))
     with torch.no_grad():
-        with engine.told_to_ranks():
+        with engine.errors_sent_to_ranks():
             step = _Evaluations(engine, next(iter(optimizers)), closure).run()
         return engine.accounted(step)
 
@@ -79,7 +79,7 @@ class _Evaluations:
     def run(self) -> Step:
         engine, weights = self._engine, self._engine.weights
         before = [(param, param.detach().clone()) for param in weights.updated(self._optimizer)]
-        restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
+        restores = [_remembering(optimizer) for optimizer in (self._optimizer, *inner_optimizers(self._optimizer))]
         try:
             with self._writes.stepping():
                 if self._window.now.passes and self._window.has_gradients():
@@ -92,8 +92,8 @@ class _Evaluations:
                 )
         except BaseException as error:
             with uninterrupted():
-                for each in (self._optimizer, *inner_optimizers(self._optimizer)):
-                    stored_again(each)
+                for optimizer in (self._optimizer, *inner_optimizers(self._optimizer)):
+                    stored_again(optimizer)
                 with torch.no_grad():
                     for param, value in before:
                         param.copy_(value)
@@ -168,16 +168,16 @@ def evaluates_once(optimizer: Optimizer) -> bool:
 def _remembering(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts an optimizer's state and options back, tensors of its state in the same memory."""
     # By parameter, and what users note down beside them.
-    state = {key: dict(kept) if isinstance(kept, dict) else kept for key, kept in optimizer.state.items()}
-    values = {key: _copied(kept) for key, kept in state.items()}
+    state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in optimizer.state.items()}
+    values = {key: _copied(entry) for key, entry in state.items()}
     options = [_copied({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
     def restore() -> None:
         optimizer.state.clear()
-        for key, kept in values.items():
+        for key, entry in values.items():
             if isinstance(there := state[key], dict):  # an optimizer may know the addresses of its tensors
-                kept = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in kept.items()}
-            optimizer.state[key] = kept
+                entry = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in entry.items()}
+            optimizer.state[key] = entry
         for group, before in zip(optimizer.param_groups, options, strict=True):
             params = group["params"]
             group.clear()
@@ -188,4 +188,4 @@ def _remembering(optimizer: Optimizer) -> Callable[[], None]:
 
 def _copied(value: Any) -> Any:
     """Copy a tensor, any plain value, and whatever containers hold them."""
-    return copy.deepcopy(value, {id(each): each.detach().clone() for each in tensors(value)})
+    return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in tensors(value)})

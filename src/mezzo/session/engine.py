@@ -64,15 +64,15 @@ class Engine:
         scaler: The loss scale.
         account: The steps so far.
         windows: Gradients between a backward pass and a step, one window for optimizers that share parameters.
-        observers: What looks at each pass and step.
-        max_grad_norm: It may be set between steps.
+        observers: The observers of each pass and step.
+        max_grad_norm: The norm that gradients are clipped to; it may be set between steps.
         plain: Whether gradients are FP32, unscaled and checked as soon as a backward pass ends: for loops of the user's
             own, which look at them by calls of their own.
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
         has_door: Whether all backward passes of the process go through the session, which sees those inside of others.
-        inner_scales: Those of gradients that losses are computed from.
+        inner_scales: The loss scales of gradients that losses are computed from.
         under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
 
@@ -99,7 +99,7 @@ class Engine:
         self.wrappers = Wrappers(ranks)
         self.plan_anew()
 
-    # Who takes part ---------------------------------------------------------------------------------------
+    # Grouping optimizers into windows -----------------------------------------------------------------
 
     def planned(self) -> StepPlan:
         """Return what the session is made of now, planned anew; nothing is changed."""
@@ -113,41 +113,44 @@ class Engine:
         )
 
     def plan_anew(self) -> None:
-        """Go on by a new plan, as something that the session is made of has changed.
+        """Replace the plan and its windows, after something that the session is made of has changed.
 
-        Optimizers that have come to share parameters have one window from then on; what is open there is closed. A
-        parameter that goes into an open window, or out of one, has its gradient carry what those there do.
+        Optimizers that have come to share parameters have one window from then on; open ones of theirs are closed. The
+        gradient of a parameter that goes into an open window is rescaled to the window's scale; of one that leaves a
+        window to none.
 
         Raises:
-            MezzoError: It cannot be trained so; the plan of before stays.
+            MezzoError: The session cannot train like this; the earlier plan stays.
         """
         plan, windows = self.planned(), list[Window]()
-        leaves = [window.plan.leaves for window in self.windows]
+        old_leaves = [old.plan.leaves for old in self.windows]
         for part in plan.windows:
-            near = [window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)]
-            known = {each for window in near for each in window.plan.optimizers}
-            for one in near if len(near) > 1 or not known.issuperset(part.optimizers) else ():
-                if one.now.passes:  # what is there carries something else than what joins
-                    one.close(one.now.found)
-            window = near[0] if near and near[0] not in windows else Window(self.weights, part)
-            if near:
-                window.now = near[0].now
-                window.follow(part)
+            overlapping = [old for old in self.windows if not set(old.plan.optimizers).isdisjoint(part.optimizers)]
+            old_optimizers = {optimizer for old in overlapping for optimizer in old.plan.optimizers}
+            has_joined = len(overlapping) > 1 or not old_optimizers.issuperset(part.optimizers)
+            for old in overlapping if has_joined else ():
+                if old.now.passes:  # its gradients carry another scale than those that join
+                    old.close(old.now.found_inf)
+            window = overlapping[0] if overlapping and overlapping[0] not in windows else Window(self.weights, part)
+            if overlapping:
+                window.now = overlapping[0].now
+                window.adopt_plan(part)
             windows.append(window)
         if any(window.carried is not None for window in (*self.windows, *windows)):
-            was = {each: window.carried for window, some in zip(self.windows, leaves, strict=True) for each in some}
-            now = {each: window.carried for window in windows for each in window.plan.leaves}
-            for leaf in was | now:
-                carry_over(leaf, was.get(leaf), now.get(leaf))
+            old_windows = zip(self.windows, old_leaves, strict=True)
+            before = {leaf: old.carried for old, leaves in old_windows for leaf in leaves}
+            after = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
+            for leaf in before | after:
+                carry_over(leaf, before.get(leaf), after.get(leaf))
             for window in windows:
                 window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
 
-    def follow(self, *, writes: bool = False) -> None:
-        """Plan anew if something that the session is made of has changed: asked once for each pass and each step.
+    def replan(self, *, writes: bool = False) -> None:
+        """Plan anew if something that the session is made of has changed; called once for each pass and each step.
 
         Args:
-            writes: Whether it is a step.
+            writes: Whether a step is about to write, and not a pass to begin.
         """
         if not self.plan.is_current(self.weights.optimizers, is_wrapped=self.wrappers.are_there, writes=writes):
             self.plan_anew()
@@ -157,35 +160,35 @@ class Engine:
 
         Hooks of modules there are warned of, once, if they see gradients that carry the scale.
         """
-        self.follow()
-        windows, found = list[Window](), set(map(id, walk.leaves))
+        self.replan()
+        windows, reached_ids = list[Window](), set(map(id, walk.leaves))
         if self.plan.is_wrapped:
-            found = self.wrappers.reduced_with(found)
+            reached_ids = self.wrappers.reduced_with(reached_ids)
         for window in self.windows:
             # Of what is gathered a graph shows no parameter.
-            if self.plan.units or not window.plan.ids.isdisjoint(found):
+            if self.plan.units or not window.plan.ids.isdisjoint(reached_ids):
                 windows.append(window)
         if windows and walk.runs_hooks and self.scale_now is not None:
             self.warn_of_modules()
         return windows
 
-    def others(self, leaves: Iterable[Any]) -> list[Any]:
+    def foreign_leaves(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
-        known, found = self.plan.ids, list[Any]()
+        ids, foreign = self.plan.ids, list[Any]()
         parts = sharded.parts_of(self.plan.units) if self.plan.units else {}
         for leaf in leaves:
-            if id(leaf) not in known and not (leaf in parts and id(parts[leaf]) in known):
-                found.append(leaf)
-        return found
+            if id(leaf) not in ids and not (leaf in parts and id(parts[leaf]) in ids):
+                foreign.append(leaf)
+        return foreign
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
-        """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
+        """Refuse steps of optimizers that bypass the engine; yield what ends that."""
         self.writes.num_hooks = 1
         for optimizer in optimizers:
             yield optimizer.register_step_pre_hook(self._before_step).remove
 
     def watch_models(self) -> Iterator[Callable[[], None]]:
-        """Learn which wrappers reduce gradients over ranks; yield what ends it."""
+        """Watch which wrappers reduce gradients over ranks; yield what ends that."""
         return self.wrappers.watch(self.weights.models)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -221,20 +224,20 @@ class Engine:
         return self.scale_now
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale; the pass that differentiates it is the session's, whoever runs it."""
+        """Return the loss times the scale; any pass that differentiates it is the session's."""
         entry = entered(self, loss, self.next_scale())
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
 
     def begin(
-        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+        self, windows: list[Window], scale: Tensor | None, foreign: Iterable[Tensor], *, is_first: bool
     ) -> list[Tensor]:
         """Make ready for gradients of a backward pass.
 
         Args:
             windows: Those whose parameters it reaches.
             scale: What its gradients carry, until :meth:`end` or :meth:`fail`.
-            others: Further leaves that it reaches.
+            foreign: Further leaves that it reaches.
             is_first: Whether nothing of the pass has begun before.
 
         Returns:
@@ -254,11 +257,11 @@ class Engine:
                 window.refuse_left()
                 window.refuse_copies()
         if scale is not None and not self._has_warned:
-            self._warn_of_hooks(windows if self.plain else [], others)
+            self._warn_of_hooks(windows if self.plain else [], foreign)
         memories = self.plan.memories if is_first else ()
         with uninterrupted():
             if memories and not any(window.has_gradients() for window in self.windows):
-                for memory in memories:  # what passes noted whose gradients optimizers have cleared since
+                for memory in memories:  # of passes whose gradients were cleared since
                     memory.forget()
             for window in windows:
                 if is_users and window.now.passes:
@@ -269,7 +272,7 @@ class Engine:
         return [leaf for window in seen for leaf in window.plan.leaves if leaf.requires_grad] if seen else []
 
     def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
-        """Take over what a backward pass has made, or put back what made way for it, while no signal interrupts.
+        """End a backward pass: its gradients get what the loop expects of them, or a failed pass is undone.
 
         Args:
             losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
@@ -278,22 +281,22 @@ class Engine:
         for memory in self.plan.memories:
             memory.counts = False
         if has_failed:
-            for window in losses if self.plain else ():  # earlier passes' gradients have got this one's scale
+            for window in losses if self.plain else ():  # the gradients of earlier passes were rescaled for this one
                 window.rescale(None, checks=True)
             return
         for window in losses:
             window.end(losses[window], unscales=self.plain)
         if self.plan.is_wrapped:
             self.wrappers.end_pass()
-        self.inner_scales.place = 0
+        self.inner_scales.num_calls = 0
 
-    def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
-        # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
-        found = with_tensor_hooks([leaf for leaf in others if leaf.numel() > 1]) if others else []
+    def _warn_of_hooks(self, windows: list[Window], foreign: Iterable[Tensor]) -> None:
+        # A scalar may be a loss that is a leaf, whose hook runs a further pass from the scaled gradient: no warning.
+        hooked = with_tensor_hooks([leaf for leaf in foreign if leaf.numel() > 1]) if foreign else []
         for window in windows:
-            found += with_tensor_hooks(window.plan.leaves)
-        if found:
-            names = list(map(self.weights.name_of, found))
+            hooked += with_tensor_hooks(window.plan.leaves)
+        if hooked:
+            names = list(map(self.weights.name_of, hooked))
             self._has_warned = True
             text = message(
                 "hooks of parameters see gradients that carry the loss scale",
@@ -341,9 +344,9 @@ class Engine:
                 continue
             self._has_warned = True
             clip = "MixedPrecision(…, max_grad_norm=…); or " if self.max_grad_norm is None else ""
-            own = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
+            five_lines = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
             scalers = "between scaler.scale(loss).backward() and scaler.step()", "scaler.unscale_(optimizer)"
-            where, call = scalers if self.waits else own
+            where, call = scalers if self.waits else five_lines
             text = message(
                 "gradients were edited in place while they carry the loss scale",
                 where=where,
@@ -360,7 +363,7 @@ class Engine:
         Raises:
             StateError: None does; or they hold gradients of which nothing says whether they carry the scale.
         """
-        self.follow(writes=call == "step")
+        self.replan(writes=call == "step")
         opened, has_begun = list[Window](), False
         for window in self.windows:
             if set(window.plan.optimizers).isdisjoint(optimizers):
@@ -370,12 +373,12 @@ class Engine:
             if is_open and (call != "step" or any_gradient(window.plan.leaves)):
                 opened.append(window)
         if not opened:
-            own = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
+            cure = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
             raise StateError(
                 "no parameter has a gradient" if has_begun else f"{call}() before backward()",
                 where=some_of([type(optimizer).__name__ for optimizer in optimizers]),
                 why="every gradient is None: frozen, detached, or cleared since backward()" if has_begun else "",
-                write=SCALERS_ORDER if self.waits else own,
+                write=SCALERS_ORDER if self.waits else cure,
             )
         return opened
 
@@ -386,7 +389,7 @@ class Engine:
             StateError: Nothing says whether they carry the scale; or some are the last step's.
         """
         names = [] if self.waits else window.written(optimizers)
-        if names and self.scale_now is not None and not window.now.given:
+        if names and self.scale_now is not None and not window.now.has_made:
             raise window.unknown(f"{call}() before backward()", names)
         if names:
             window.refuse_left(optimizers)
@@ -417,10 +420,10 @@ class Engine:
         self.account.check()
         with uninterrupted():
             if self.ranks.size == 1:
-                step = self._take(optimizers, by)
+                step = self._step(optimizers, by)
             else:
-                with self.told_to_ranks():
-                    step = self._take(optimizers, by)
+                with self.errors_sent_to_ranks():
+                    step = self._step(optimizers, by)
         return self.accounted(step)
 
     def accounted(self, step: Step) -> Step:
@@ -431,7 +434,7 @@ class Engine:
             observer.stepped(self, step)
         return step
 
-    def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
+    def _step(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
         if self.writes.broken:
             self.writes.require_whole()
         windows, writers = self._open(optimizers, "step"), list[Writer]()
@@ -439,8 +442,8 @@ class Engine:
             self.warn_of_edits(windows)
         for window in windows:
             writers += window.plan.writers_of(optimizers, asked=by is not None)
-        for each in writers:
-            check_numbers(each.optimizer)
+        for writer in writers:
+            check_numbers(writer.optimizer)
         # An attribute of a parameter in halves costs thrice that of others unless no class is asked for its functions.
         with DisableTorchFunctionSubclass() if by is None and all(map(_IS_OWN, writers)) else nullcontext():
             judged, absent = self.judge(windows, writers)
@@ -467,8 +470,8 @@ class Engine:
             )
 
     @contextmanager
-    def told_to_ranks(self) -> Iterator[None]:
-        """Have an error of this rank, before the ranks have agreed, end the step of all."""
+    def errors_sent_to_ranks(self) -> Iterator[None]:
+        """End the step of all ranks with an error that this rank has raised before they have agreed."""
         number = self.account.begun
         try:
             yield
@@ -492,8 +495,8 @@ class Engine:
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
-        # looks at gradients as they are stepped with sees plain ones.
+        # Gradients that stay for another optimizer of a window are unscaled, so that one window has one scale; and so
+        # are those that a program looks at while its optimizer steps.
         is_plain, scale, optimizers = False, windows[0].now.scale, set[Optimizer]()
         leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
         for writer in writers:
@@ -514,10 +517,10 @@ class Engine:
             raise StateError("no parameter has a gradient", write="amp.zero_grad() only after amp.step()")
         for window in windows:
             losses += window.now.losses
-            flags += [] if window.now.found is None else [window.now.found]
+            flags += [] if window.now.found_inf is None else [window.now.found_inf]
             flags += [] if window.now.passes else window.has_skipped()
         if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
-            losses, flags = ([moved(each, self.device) for each in some] for some in (losses, flags))
+            losses, flags = ([moved(value, self.device) for value in values] for values in (losses, flags))
         positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
         sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
@@ -525,10 +528,10 @@ class Engine:
         numbers: list[Tensor | float] = [] if scale is None else [scale]
         numbers += [] if self.max_grad_norm is None else [float(self.max_grad_norm)]
         inner, self._inner = [] if self._inner is None else [self._inner], None
-        is_told = any(map(_DIVIDES, writers))
-        given = scale is not None, self.max_grad_norm is not None, is_told, len(inner), len(losses)
-        found = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
-        grad_norm, found_inf, multiplier, failed, *fused = found
+        divides = any(map(_DIVIDES, writers))
+        static = scale is not None, self.max_grad_norm is not None, divides, len(inner), len(losses)
+        results = shared(concluded, static, [sizes, *numbers, *inner, *losses, *flags])
+        grad_norm, found_inf, multiplier, failed, *fused = results
         absent = None
         if self.ranks.size > 1:
             largest = [memory.window for memory in self.plan.memories]
@@ -560,7 +563,7 @@ class Engine:
     def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
-        self.inner_scales.place = 0
+        self.inner_scales.num_calls = 0
         made_with = windows[0].now.made_with
         for window in windows:
             window.close(verdict.found_inf if self.plan.is_driven else None)
@@ -595,7 +598,7 @@ class Engine:
 
     # update -----------------------------------------------------------------------------------------------
 
-    def tell(self, found_inf: Tensor) -> None:
+    def count_found_inf(self, found_inf: Tensor) -> None:
         """Count gradients that were unscaled for a step, which none has taken: see :meth:`Scaler.update`."""
         self.scaler.update(found_inf)
         self._is_told = True
@@ -626,7 +629,7 @@ class Engine:
             for memory in self.plan.memories:
                 memory.forget()
             self._inner = None
-            self.inner_scales.place = 0
+            self.inner_scales.num_calls = 0
             sharded.forget_gradients(self.plan.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
@@ -635,12 +638,12 @@ class Engine:
         def run(scaled: Callable[[Tensor], Tensor]) -> Iterable[Any]:
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
-        found = self.differentiated([outputs], run)
+        gradients = self.differentiated([outputs], run)
         asked = set(map(id, inputs))
         for window in self.windows:
             if not window.plan.ids.isdisjoint(asked):
-                window.now = window.now._replace(given=True)
-        return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
+                window.now = window.now._replace(has_made=True)
+        return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
 
     def differentiated(
         self, outputs: Iterable[Any], run: Callable[[Callable[[Tensor], Tensor]], Iterable[Any]]
@@ -661,25 +664,27 @@ class Engine:
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
         with SessionPass(self, scale):
-            found = list(run(partial(times, scale)))
+            gradients = list(run(partial(times, scale)))
         if scale is None:
-            return found
+            return gradients
         back = inverse(scale)
-        found = [g if g is None else times(back, g).to(g.dtype) for g in found]
-        there = [g.detach() for g in found if g is not None and not is_batch_of_gradients(g)]
+        gradients = [g if g is None else times(back, g).to(g.dtype) for g in gradients]
+        there = [g.detach() for g in gradients if g is not None and not is_batch_of_gradients(g)]
         if there:
-            self._note_inner([each.detach() for each in outputs if isinstance(each, Tensor)], there, adapts=adapts)
-        return found
+            self._note_inner(
+                [output.detach() for output in outputs if isinstance(output, Tensor)], there, adapts=adapts
+            )
+        return gradients
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:
-        """Note whether a loss is computed from gradients that are not finite, by their largest values.
+        """Record whether a loss is computed from gradients that are not finite, by their largest values.
 
         A norm of finite ones may be infinite.
         """
-        each = foreach_norm([*gradients, *outputs], float("inf"))
-        sizes = torch.stack([moved(size, self.device, torch.float32) for size in each])
+        largest = foreach_norm([*gradients, *outputs], float("inf"))
+        sizes = torch.stack([moved(size, self.device, torch.float32) for size in largest])
         results = sizes[: len(gradients)].sum()
         if adapts:
-            self.inner_scales.told(sizes[len(gradients) :].sum(), results)
+            self.inner_scales.record(sizes[len(gradients) :].sum(), results)
         flag = not_finite(results)
         self._inner = flag if self._inner is None else self._inner | flag

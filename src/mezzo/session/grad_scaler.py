@@ -239,7 +239,7 @@ class SessionScaler(EngineScaler):
 
 
 def has_gradient(optimizer: Optimizer) -> bool:
-    """Say whether any parameter of an optimizer has a gradient."""
+    """Whether any parameter of an optimizer has a gradient."""
     return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 

@@ -34,7 +34,7 @@ class InnerScales:
         interval: See above.
 
     Attributes:
-        place: How many calls there were since the last pass.
+        num_calls: How many calls there were since the last pass.
 
     **Cost**: no host sync; a launch a call on an accelerator.
     """
@@ -42,7 +42,7 @@ class InnerScales:
     def __init__(self, compute: Compute, interval: int) -> None:
         self._compute, self._growth = compute, 2.0 ** (1 / interval)
         self._each: list[tuple[Tensor, Tensor]] = []  # scale and bound, 0-d float32
-        self.place = 0
+        self.num_calls = 0
 
     def next(self, scale: Tensor) -> Tensor:
         """Return the next call's scale, 0-d float32, which nothing writes.
@@ -50,22 +50,22 @@ class InnerScales:
         Args:
             scale: The loss's.
         """
-        self.place = min(self.place + 1, _MOST)
-        if self.place > len(self._each):
+        self.num_calls = min(self.num_calls + 1, _MOST)
+        if self.num_calls > len(self._each):
             first = scale.clamp_max(_FIRST)
             self._each.append((first, first.clone()))
-        return self._each[self.place - 1][0].clone()
+        return self._each[self.num_calls - 1][0].clone()
 
-    def told(self, outputs: Tensor, results: Tensor) -> None:
-        """Take note of a call, the last one of :meth:`next`.
+    def record(self, outputs: Tensor, results: Tensor) -> None:
+        """Update the scale of the last call of :meth:`next` by what that call has returned.
 
         Args:
             outputs: 0-d: not finite where what was differentiated is not.
             results: 0-d: at least the largest gradient, without the scale; not finite where one is not.
         """
-        numbers = self._each[self.place - 1]
-        given = [*numbers, outputs, results]
-        for number, value in zip(numbers, self._compute(moved_on, (self._growth,), given), strict=True):
+        numbers = self._each[self.num_calls - 1]
+        tensors = [*numbers, outputs, results]
+        for number, value in zip(numbers, self._compute(moved_on, (self._growth,), tensors), strict=True):
             number.copy_(value)  # in place: a captured graph holds addresses
 
     # State ------------------------------------------------------------------------------------------------
@@ -75,9 +75,9 @@ class InnerScales:
         return [[float(scale), float(bound)] for scale, bound in self._each]
 
     def load(self, rows: Iterable[Sequence[float]], device: torch.device) -> None:
-        """Go on from what :meth:`rows` returned."""
-        made = (torch.tensor(row, dtype=torch.float32, device=device).unbind() for row in rows)
-        self._each[:], self.place = [(scale.clone(), bound.clone()) for scale, bound in made], 0
+        """Load what :meth:`rows` returned."""
+        pairs = (torch.tensor(row, dtype=torch.float32, device=device).unbind() for row in rows)
+        self._each[:], self.num_calls = [(scale.clone(), bound.clone()) for scale, bound in pairs], 0
 
 
 def moved_on(growth: float, scale: Tensor, bound: Tensor, outputs: Tensor, results: Tensor) -> tuple[Tensor, Tensor]:

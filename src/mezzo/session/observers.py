@@ -74,7 +74,7 @@ _WATCHING: Final[ContextVar[tuple[StepObserver, ...]]] = ContextVar("mezzo.sessi
 
 @contextmanager
 def watching(observer: StepObserver) -> Iterator[None]:
-    """Let an observer look at all engines of this context, those that begin meanwhile too."""
+    """Show an observer all passes and steps of this context, of engines that begin in it too."""
     token = _WATCHING.set((*_WATCHING.get(), observer))
     try:
         yield
@@ -144,7 +144,7 @@ class Locates:
             self._replay.clear()
 
     def judged(self, engine: Watched, judged: Judged) -> None:
-        """The verdict alone says nothing of where it began."""
+        """No-op: the verdict does not say where an overflow began."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
         """Run the calls of a skipped step again, and forget them."""
@@ -170,7 +170,7 @@ class Raises:
         return 'on_overflow="raise"'
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
-        """A pass by itself is no overflow."""
+        """No-op: only a step can overflow."""
 
     def judged(self, engine: Watched, judged: Judged) -> None:
         """Keep the norms until it is known whether the step is skipped."""

@@ -1,7 +1,7 @@
-"""Backward passes of a session, and those that run inside of them: what they reach, and where the scale comes off.
+"""Backward passes of a session, and the passes that run inside of them: the leaves that they reach, and the scale.
 
-Inside of a pass each gradient carries the scale once, whoever runs what; after it no leaf's does but the session's
-own, whose window knows.
+While a pass runs each gradient carries the scale once, in passes inside of it too. After it only gradients of the
+session's own parameters carry the scale, and their windows know it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _VARIABLE: Final = attrgetter("variable")
 
 
 class Walk:
-    """What a backward pass reaches.
+    """The part of an autograd graph that a backward pass reaches.
 
     Attributes:
-        leaves: The leaves of its graph.
-        nodes: What is between its roots and them.
-        runs_others: Whether some of these may run passes of their own, over leaves that nothing shows.
+        leaves: Its leaves.
+        nodes: The nodes between its roots and the leaves.
+        runs_others: Whether some nodes may run passes of their own, over leaves that the graph does not show.
         is_anothers: Whether the graph goes through a loss that a session has scaled.
-        runs_hooks: Whether hooks of modules run with gradients there.
+        runs_hooks: Whether backward hooks of modules run in it.
     """
 
     __slots__ = ("is_anothers", "leaves", "nodes", "runs_hooks", "runs_others")
@@ -69,8 +69,8 @@ class Walk:
         self.leaves, self.nodes = leaves, nodes
         kinds, self.runs_others = set(map(type, nodes)), False
         self.is_anothers, self.runs_hooks = node_of(_Entry) in kinds, runs_hooks_of_modules(kinds)
-        for kind in kinds:
-            if issubclass(kind, BackwardCFunction) and may_run_others(kind):
+        for node_class in kinds:
+            if issubclass(node_class, BackwardCFunction) and may_run_others(node_class):
                 self.runs_others = True
 
 
@@ -90,7 +90,7 @@ def walked(roots: Iterable[Any]) -> Walk:
         elif root.requires_grad:
             leaves.append(root)
     nodes, ends, seen = list[Any](), list[Any](), {None}
-    for edges in chain([first], map(_EDGES, nodes)):  # of those that are found meanwhile, too
+    for edges in chain([first], map(_EDGES, nodes)):  # `nodes` grows in this loop
         for node, _ in edges:
             if node not in seen:
                 seen.add(node)
@@ -108,7 +108,7 @@ def walk_of(roots: Iterable[Any], inputs: Collection[Any]) -> Walk:
     """
     if not inputs:
         return walked(roots)
-    ends = (getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each for each in inputs)
+    ends = (getattr(end.node, "variable", end) if isinstance(end, GradientEdge) else end for end in inputs)
     return Walk(list(ends), [])
 
 
@@ -133,8 +133,8 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
             f"or {bfloat16}",
         )
     is_inside = GradientEdge in set(map(type, roots))
-    for each in inner:
-        is_inside = is_inside or isinstance(each, GradientEdge) or each.grad_fn is not None
+    for end in inner:
+        is_inside = is_inside or isinstance(end, GradientEdge) or end.grad_fn is not None
     if is_inside:
         raise StateError(
             "a backward pass under a loss scale begins, or stops, inside of its graph",
@@ -150,7 +150,7 @@ _RETAINED: Final[Any] = WeakTensorKeyDictionary()
 
 
 def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: Any, **kwargs: Any) -> None:
-    """Have the gradient of a tensor stay after a pass, without the scale: what ``tensor.retain_grad()`` does."""
+    """Retain the gradient of a tensor after a pass, without the scale: what ``tensor.retain_grad()`` does."""
     plain(tensor, *args, **kwargs)
     if not tensor.is_leaf:
         _RETAINED[tensor] = None
@@ -178,16 +178,16 @@ class Opens(Protocol):
     def reached(self, walk: Walk) -> list[Window]:
         """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
 
-    def others(self, leaves: Iterable[Any]) -> list[Any]:
+    def foreign_leaves(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that are none of the session's."""
 
     def begin(
-        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+        self, windows: list[Window], scale: Tensor | None, foreign: Iterable[Tensor], *, is_first: bool
     ) -> list[Tensor]:
         """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
 
     def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
-        """Take over what a pass has made, and what it has differentiated; or put back what made way for it."""
+        """End a pass: unscale or mark its gradients; after a failed pass restore the gradients of before."""
 
 
 def run_pass(
@@ -200,15 +200,15 @@ def run_pass(
     inputs: Collection[Any] = (),
     creates_graph: bool = False,
 ) -> R:
-    """Run a backward pass as a session's: with the scale on the way, and without it at its end.
+    """Run a backward pass as a session's: gradients carry the scale on the way, and not at the end.
 
     Args:
-        engine: The session's.
-        roots: Where it begins: losses, or any tensors, or ``GradientEdge``.
-        run: Runs it, given these times the scale.
-        windows: Whose gradients it makes.
-        walk: What it reaches, where that is known.
-        inputs: Where it is told to end, if anywhere.
+        engine: The session's engine.
+        roots: The roots of the graph: losses, or any tensors, or ``GradientEdge``.
+        run: Runs the pass from the roots times the scale.
+        windows: The windows whose gradients the pass makes.
+        walk: The leaves that the pass reaches, where they are known.
+        inputs: The inputs at which the pass ends, if it is given such.
         creates_graph: Whether its gradients can be differentiated.
 
     Returns:
@@ -217,36 +217,36 @@ def run_pass(
     Raises:
         StateError: What :func:`refuse_scaled` refuses; or gradients that it would add to. Nothing was run.
     """
-    scale, others, losses = engine.next_scale(), list[Any](), list[Tensor]()
+    scale, foreign, losses = engine.next_scale(), list[Any](), list[Tensor]()
     if scale is not None:
         walk = walk_of(roots, inputs) if walk is None else walk
-        others = engine.others(walk.leaves)
-        refuse_scaled(roots, others if inputs else (), creates_graph=creates_graph)
+        foreign = engine.foreign_leaves(walk.leaves)
+        refuse_scaled(roots, foreign if inputs else (), creates_graph=creates_graph)
     for root in roots:
         if isinstance(root, Tensor) and root.numel() == 1:
             losses.append(root.detach().reshape(()))
     with SessionPass(engine, scale) as this:
-        this.open(windows, losses, others)
-        given = list(roots)
-        for number, root in enumerate(given if scale is not None else ()):
-            given[number] = times(scale, root) if root.requires_grad else root
-        return run(tuple(given))
+        this.open(windows, losses, foreign)
+        scaled_roots = list(roots)
+        for number, root in enumerate(scaled_roots if scale is not None else ()):
+            scaled_roots[number] = times(scale, root) if root.requires_grad else root
+        return run(tuple(scaled_roots))
 
 
 class SessionPass:
     """A backward pass of a session, with all the passes that run inside of it: checkpoints', hooks', functions'.
 
-    What these are given carries the scale already. They come through the door that this one holds, open the windows
-    that they reach, and all of it ends with this one: a context manager around a call of torch's; or where autograd
-    has ended a pass that somebody else runs, see :meth:`around_now`.
+    The gradients that inner passes begin with carry the scale already. Inner passes come through the door that this
+    pass holds, open the windows that they reach, and end with this pass. It is a context manager around a call of
+    torch's; of a pass that a framework runs, autograd calls its end: see :meth:`around_now`.
 
-    Leaves that are none of the session's lose the scale when their gradients are accumulated: after the hooks on the
-    tensor, whose passes are to be given the scale, and before those that run on ``.grad``. But those that a pass inside
-    has for itself, a checkpoint's inputs, lose it when this one ends: what they have is the next node's gradient.
+    Gradients of foreign leaves lose the scale when they are accumulated: after the hooks on the tensor, whose passes
+    need the scale, and before those that run on ``.grad``. Gradients of an inner pass's own leaves, as a checkpoint's
+    inputs, lose it when this pass ends: they are the gradients that the next node gets.
 
     Args:
         engine: The engine.
-        scale: What gradients carry; ``None`` for nothing.
+        scale: The loss scale that gradients carry; ``None`` for none.
 
     **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
     """
@@ -286,39 +286,41 @@ class SessionPass:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(
+        self, error_class: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
         """End, or put back."""
-        self._close(has_failed=kind is not None)
+        self._close(has_failed=error_class is not None)
 
     @classmethod
     def around_now(cls, engine: Opens, scale: Tensor | None) -> Self:
         """Return the pass that runs now, which autograd ends, or drops if it fails: nothing else may hold it."""
-        made = cls(engine, scale)
-        made._around, made._number = None, number_of_pass()
+        session_pass = cls(engine, scale)
+        session_pass._around, session_pass._number = None, number_of_pass()
         if scale is not None:
             refuse_scaled((), (), creates_graph=is_grad_enabled())
-        call_at_end(made)
-        engine.under_way.append(ref(made))
-        made._open()
-        return made
+        call_at_end(session_pass)
+        engine.under_way.append(ref(session_pass))
+        session_pass._open()
+        return session_pass
 
     def runs_here(self) -> bool:
-        """Whether this thread works for it, in a node of its own graph or of a pass inside."""
+        """Whether this thread works for this pass, in a node of its graph or of a pass inside."""
         number = number_of_pass()
         return number == self._number or (number != self._around and thread_owner() is self)
 
     def runs_in(self, engine: Opens) -> bool:
-        """Whether it is an engine's, and this thread works for it."""
+        """Whether this pass is the engine's, and this thread works for it."""
         return self._engine is engine and self.runs_here()
 
     def needs_door(self, engine: Opens) -> bool:
-        """Whether it is an engine's that has the door, and sees the passes inside of it there alone."""
+        """Whether the engine holds the door, where this pass sees the passes inside of it."""
         return self._engine is engine and not self._has_door
 
     # What it reaches ------------------------------------------------------------------------------------
 
     def join(self, losses: list[Tensor], walk: Walk, *, is_inside: bool = False) -> None:
-        """Go through losses, or have a pass inside of this one.
+        """Open the windows that some losses reach, in this pass or in a pass inside of it.
 
         Args:
             losses: What is differentiated, 0-d and detached.
@@ -326,36 +328,36 @@ class SessionPass:
             is_inside: Whether it is a pass inside.
         """
         windows = self._engine.reached(walk)
-        others = [] if self._scale is None else self._engine.others(walk.leaves)
-        self.open(windows, losses, others, is_inside=is_inside)
+        foreign = [] if self._scale is None else self._engine.foreign_leaves(walk.leaves)
+        self.open(windows, losses, foreign, is_inside=is_inside)
 
     def open(
-        self, windows: list[Window], losses: list[Tensor], others: Iterable[Tensor], *, is_inside: bool = False
+        self, windows: list[Window], losses: list[Tensor], foreign: Iterable[Tensor], *, is_inside: bool = False
     ) -> None:
         """Open windows, and have other leaves lose the scale.
 
         Args:
             windows: Whose gradients are made.
             losses: What is differentiated.
-            others: Leaves that are none of the session's.
+            foreign: Leaves that are none of the session's.
             is_inside: Whether a pass inside of this one reaches them.
         """
-        if others:
-            others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
+        if foreign:
+            foreign = [leaf for leaf in foreign if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
         new = list[Window]()
         for window in windows:
             if window not in self._losses:
                 self._losses[window] = list(self._said) if is_inside else []
                 new.append(window)
-        if new or others or not self._has_begun:
+        if new or foreign or not self._has_begun:
             is_first, self._has_begun = not self._has_begun, True
-            others = [*others, *self._engine.begin(new, self._scale, others, is_first=is_first)]
+            foreign = [*foreign, *self._engine.begin(new, self._scale, foreign, is_first=is_first)]
         self._said += losses
         for window in windows:
             self._losses[window] += losses
-        if others and self._back is None and self._scale is not None:
+        if foreign and self._back is None and self._scale is not None:
             self._back = inverse(self._scale)
-        for leaf in others:
+        for leaf in foreign:
             if is_inside and not isinstance(leaf, nn.Parameter):
                 self._waiting[ref(leaf)], leaf.grad = leaf.grad, None
             else:
@@ -377,16 +379,16 @@ class SessionPass:
             self._close(has_failed=False)
 
     def __del__(self) -> None:
-        """Put back what made way for a pass that has not come to its end."""
+        """Restore gradients that were set aside, where the pass has not come to its end."""
         if not self.is_closed:
             self._close(has_failed=True)
 
     def _close(self, *, has_failed: bool) -> None:
         engine = self._engine
-        with uninterrupted():  # a pass that is over has been told of
+        with uninterrupted():  # no signal leaves a pass that is over half closed
             self.is_closed = True
             if engine.under_way:
-                engine.under_way[:] = [each for each in engine.under_way if each() not in (None, self)]
+                engine.under_way[:] = [running for running in engine.under_way if running() not in (None, self)]
             while self._undo:
                 self._undo.pop()()
             if self._waiting:
@@ -400,7 +402,7 @@ class SessionPass:
                 raise
 
     def _set_aside(self) -> None:
-        """Have tensors inside of graphs whose gradients stay wait for this pass to end."""
+        """Set aside retained gradients of tensors inside of graphs until this pass ends."""
         assert self._scale is not None
         self._back = inverse(self._scale)
         with DisableTorchFunction():
@@ -409,10 +411,10 @@ class SessionPass:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Take the scale off tensors that have waited for it, and add it to what they had."""
+        """Unscale the gradients of tensors that were set aside, and add them to the earlier ones."""
         with DisableTorchFunction():
-            for place, before in self._waiting.items():
-                if (tensor := place()) is None:
+            for reference, before in self._waiting.items():
+                if (tensor := reference()) is None:
                     continue
                 new = None if tensor.grad is None else _unscaled(self._back, tensor.grad)
                 if before is not None:
@@ -438,7 +440,7 @@ def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
 
 
 def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[Tensor | None]:
-    """Take the scale off what is about to be accumulated."""
+    """Return the gradient that is about to be accumulated, without the scale."""
     (gradient,) = gradients
     return (None if gradient is None else _unscaled(back, gradient),)
 
@@ -475,7 +477,7 @@ def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients:
 
 @never_compiled  # what it does, it does while autograd's own engine runs
 def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a loss through which a backward pass is the session's, whoever runs it.
+    """Return a loss of which every backward pass is the session's.
 
     The pass opens the windows that it reaches from here, and ends them when all else has ended: a framework calls
     ``scaler.scale(loss).backward()``, or its own ``backward``.
@@ -509,9 +511,9 @@ class _Entry(Function):
         walk = walked([GradientEdge(*loss)])
         if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
-        passes = (thread_owner(), *(each() for each in ctx.engine.under_way))
+        passes = (thread_owner(), *(running() for running in ctx.engine.under_way))
         this = next(
-            (each for each in passes if isinstance(each, SessionPass) and each.runs_in(ctx.engine)),
+            (candidate for candidate in passes if isinstance(candidate, SessionPass) and candidate.runs_in(ctx.engine)),
             None,
         )
         (this or SessionPass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
@@ -527,7 +529,7 @@ def _refuse_stops(walk: Walk) -> None:
         StateError: It does.
     """
     for node in filter(_runs, walk.nodes):
-        behind = [each for each, _ in node.next_functions if each is not None]
+        behind = [following for following, _ in node.next_functions if following is not None]
         if behind and not any(map(_runs, behind)):
             refuse_scaled((), [GradientEdge(node, 0)], creates_graph=False)
 

@@ -31,10 +31,10 @@ _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), po
 # Arguments ------------------------------------------------------------------------------------------------
 
 
-def listed(given: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Return a list of what was given, be it one model or optimizer or several."""
-    alone = isinstance(given, (nn.Module, Optimizer, Prepared, str)) or not isinstance(given, Iterable)
-    return [given] if alone else list(given)
+    alone = isinstance(value, (nn.Module, Optimizer, Prepared, str)) or not isinstance(value, Iterable)
+    return [value] if alone else list(value)
 
 
 def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module | Prepared], list[Optimizer]]:
@@ -64,9 +64,9 @@ def _outermost(models: list[Any]) -> list[Any]:
     return [model for model in dict.fromkeys(models) if model not in inside]
 
 
-def _of_another_kind(given: list[Any], kinds: tuple[type, ...], what: str) -> Iterator[PolicyError]:
-    wrong = list(dict.fromkeys(_kind_of(each) for each in given if not isinstance(each, kinds)))
-    if wrong or not given:
+def _of_another_kind(values: list[Any], kinds: tuple[type, ...], what: str) -> Iterator[PolicyError]:
+    wrong = list(dict.fromkeys(_kind_of(value) for value in values if not isinstance(value, kinds)))
+    if wrong or not values:
         yield PolicyError(f"{what}, not {some_of(wrong)}" if wrong else f"{what}, and there is none", write=_ORDER)
 
 
@@ -74,23 +74,23 @@ def _kind_of(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def chosen(given: Any, known: list[Optimizer]) -> list[Optimizer]:
+def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that a call names; all of the session's when omitted.
 
     Raises:
         PolicyError: One that is not the session's; or none is named.
     """
-    if given is None:
+    if optimizers is None:
         return known
-    found = listed(given)
-    foreign = [_kind_of(each) for each in found if each not in known]
-    if foreign or not found:
+    named = listed(optimizers)
+    foreign = [_kind_of(optimizer) for optimizer in named if optimizer not in known]
+    if foreign or not named:
         raise PolicyError(
             "the optimizer is not the session's" if foreign else "optimizers are named, and there is none",
             where=some_of(foreign),
             write="one that MixedPrecision(models, optimizers, policy) was given; all of them when omitted",
         )
-    return found
+    return named
 
 
 def check_loss(loss: Any) -> None:
@@ -147,7 +147,7 @@ class _Subject:
     names: dict[Tensor, str]
 
     @property
-    def kind(self) -> str:
+    def class_name(self) -> str:
         return type(self.optimizer).__name__
 
     @property
@@ -214,7 +214,9 @@ def _of_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy:
 def _updates_nothing(of: _Subject) -> MezzoError | None:
     if of.params:
         return None
-    return PolicyError("the optimizer updates no parameter", where=of.kind, write=f"{of.kind}(model.parameters(), …)")
+    return PolicyError(
+        "the optimizer updates no parameter", where=of.class_name, write=f"{of.class_name}(model.parameters(), …)"
+    )
 
 
 def _is_on_meta(of: _Subject) -> MezzoError | None:
@@ -222,7 +224,7 @@ def _is_on_meta(of: _Subject) -> MezzoError | None:
         return None
     return StateError(
         "parameters on the meta device have no values yet",
-        where=of.kind,
+        where=of.class_name,
         write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
     )
 
@@ -233,7 +235,7 @@ def _is_taken(of: _Subject) -> MezzoError | None:
         return None
     return StateError(
         "the optimizer belongs to a session already",
-        where=of.kind,
+        where=of.class_name,
         write="amp.close() of that one first",
     )
 
@@ -244,10 +246,10 @@ def _updates_others(of: _Subject) -> MezzoError | None:
         return None
     return PolicyError(
         "the optimizer updates parameters that are not the models'",
-        where=f"{of.kind}: {some_of(foreign)}",
+        where=f"{of.class_name}: {some_of(foreign)}",
         why="casts and halves would not reach them; was the model copied, rebuilt or given to fully_shard "
         "after the optimizer?",
-        write=f"{of.kind}(model.parameters(), …) after the model is final",
+        write=f"{of.class_name}(model.parameters(), …) after the model is final",
     )
 
 
@@ -281,17 +283,17 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
 def _trains_low_alone(of: _Subject) -> MezzoError | None:
     if of.policy.param_dtype != torch.float32 or of.policy.halves:
         return None
-    low = [
+    low_params = [
         param
         for param in of.params
         if param.dtype in LOW and param.requires_grad and not _is_ruled(of.names[param], of.policy)
     ]
-    if not low:
+    if not low_params:
         return None
-    dtype = dtype_name(low[0].dtype)
+    dtype = dtype_name(low_params[0].dtype)
     return UnsupportedError(
         f"{dtype} weights would be trained without FP32 values",
-        where=some_of([of.names[param] for param in low]),
+        where=some_of([of.names[param] for param in low_params]),
         why=f"an update below half a unit in the last place of {dtype} is lost",
         write=f'model.float(); or Policy.O2("{dtype}"), the text O2,dtype={dtype}, which keeps FP32 values',
     )
@@ -305,17 +307,17 @@ def _is_ruled(name: str, policy: Policy) -> bool:
 def _holds_state(of: _Subject) -> MezzoError | None:
     if of.policy.param_dtype == torch.float32:
         return None
-    own, level = as_one_pass(of.optimizer), of.policy.level
+    one_pass_optimizer, level = as_one_pass(of.optimizer), of.policy.level
     dtype = dtype_name(of.policy.dtype)
     cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
-    if own is not None:  # whose moments keep their own dtype
+    if one_pass_optimizer is not None:  # whose moments keep their own dtype
         return None
-    held = _held_state(of.optimizer, of.names)
-    if not held:
+    held_state = _held_state(of.optimizer, of.names)
+    if not held_state:
         return None
     return StateError(
         "the optimizer holds FP32 state for parameters that are about to be low",
-        where=f"{of.kind}: {some_of(held)}",
+        where=f"{of.class_name}: {some_of(held_state)}",
         why=f"{level} keeps no FP32 values, and torch's optimizers keep state in the parameters' dtype",
         write=f"{cure}; or an optimizer that has not stepped yet",
     )
@@ -348,9 +350,9 @@ def _eps_is_zero(of: _Subject) -> MezzoError | None:
         return None
     return UnsupportedError(
         f"eps={lost[0]:g} is zero in float16",
-        where=f"{of.kind}, whose state is float16 at {of.policy.level}",
+        where=f"{of.class_name}, whose state is float16 at {of.policy.level}",
         why="where a second moment rounds to zero, the update divides by it: NaN",
-        write=f"{of.kind}(…, eps=1e-4); or mezzo.optim, whose moments are FP32; or Policy.O2(), the text O2",
+        write=f"{of.class_name}(…, eps=1e-4); or mezzo.optim, whose moments are FP32; or Policy.O2(), the text O2",
     )
 
 

@@ -103,19 +103,23 @@ class MixedPrecision:
         process_group: ProcessGroup | None = None,
     ) -> None:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
-        subjects, given = models_and_optimizers(models, optimizers)
+        subjects, optimizer_list = models_and_optimizers(models, optimizers)
         trained, handles, self._policy = handles_of(subjects, policy)
-        check_session(trained, given, self._policy)
+        check_session(trained, optimizer_list, self._policy)
         ranks = Ranks.of(process_group)
         self._is_closed = False
         self._undo = contextlib.ExitStack()
-        self._weights = Weights(trained, given, self._policy, handles)
+        self._weights = Weights(trained, optimizer_list, self._policy, handles)
         self._weights.convert()
         self._undo.callback(self._weights.undo)
         try:
             scaler = Scaler(self._policy.loss_scale, next(self._weights.updated()).device, shared)
             self._engine = Engine(self._weights, scaler, ranks, max_grad_norm, plain=self._plain)
-            for undo in (*self._engine.watch(given), *self._engine.watch_models(), guarded(self._engine.writes)):
+            for undo in (
+                *self._engine.watch(optimizer_list),
+                *self._engine.watch_models(),
+                guarded(self._engine.writes),
+            ):
                 self._undo.callback(undo)
             self._engine.plan_anew()  # told of its own hooks
             self._on_overflow: str = reaction_of(on_overflow)
@@ -136,7 +140,7 @@ class MixedPrecision:
     def __repr__(self) -> str:
         if self._is_closed:
             return f"{type(self).__name__}(closed)"
-        names = ", ".join(type(each).__name__ for each in (*self._weights.models, *self._weights.optimizers))
+        names = ", ".join(type(part).__name__ for part in (*self._weights.models, *self._weights.optimizers))
         return f"{type(self).__name__}({names}, policy={str(self.policy)!r})"
 
     def __reduce__(self) -> Any:
@@ -146,10 +150,10 @@ class MixedPrecision:
             write="MixedPrecision(copy.deepcopy(model), new_optimizer, policy); or torch.save(amp.state_dict(), path)",
         )
 
-    def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
-        """Have a function of torch's go through one here, which is given the session as long as there is one."""
-        if name in vars(place):
-            self._names.callback(Binding.join(place, name, weakref.ref(self), call))
+    def _bind_torchs(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Bind a function of torch's to one here, which gets the session as long as the session lives."""
+        if name in vars(owner):
+            self._names.callback(Binding.join(owner, name, weakref.ref(self), call))
 
     def _require_open(self, call: str) -> None:
         if self._is_closed:
@@ -213,7 +217,7 @@ class MixedPrecision:
         return self._weights.region()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let forward passes in here, and their backward passes, exchange no gradients between ranks.
+        """Exchange no gradients between ranks in forward passes in here, and in their backward passes.
 
         What accumulates so is reduced with the first backward pass of a forward pass outside: the last micro-batch of
         a step. On one rank it does nothing.
@@ -243,7 +247,7 @@ class MixedPrecision:
         self._require_open("backward")
         check_loss(loss)
         engine, wanted = self._engine, chosen(optimizers, self._weights.optimizers)
-        engine.follow()
+        engine.replan()
         windows = engine.windows
         if len(wanted) < len(self._weights.optimizers):
             windows = [window for window in windows if not set(window.plan.optimizers).isdisjoint(wanted)]
@@ -300,8 +304,8 @@ class MixedPrecision:
             Gulrajani et al., *Improved Training of Wasserstein GANs*, NeurIPS 2017.
         """
         self._require_open("grad")
-        given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        return self._engine.grad(outputs, given, create_graph=create_graph, **kwargs)
+        input_list = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        return self._engine.grad(outputs, input_list, create_graph=create_graph, **kwargs)
 
     def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Make the gradients FP32 and unscaled now, so that they can be looked at or edited before ``step``.

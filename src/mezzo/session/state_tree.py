@@ -158,8 +158,8 @@ def _is_policy(value: Any) -> bool:
         return False
 
 
-def _by_name(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Mapping) and all(isinstance(each, kind) for each in value.values())
+def _by_name(key_class: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(isinstance(key, key_class) for key in value.values())
 
 
 def _is_history(value: Tensor) -> bool:
@@ -351,12 +351,14 @@ class Stateful:
             require_between_steps(engine, "stateful().load_state_dict()")
         session = dict(_session_of(state_dict))
         model, states, rests = state_dict["model"], state_dict.get("optimizers", {}), session.pop("optimizers")
-        names, known = weights.names(), weights.optimizers
-        triples = [(each, states.get(str(i), {}), rests[i]) for i, each in enumerate(known) if i < len(rests)]
-        others = [f"{len(rests)} optimizers → {len(known)}"] if len(rests) != len(known) else []
-        others += _other_tensors(engine, model)
-        others += [line for triple in triples for line in _state_differences(triple[0], names, *triple[1:])]
-        check(engine, session, others)
+        names, optimizers = weights.names(), weights.optimizers
+        triples = [
+            (optimizer, states.get(str(i), {}), rests[i]) for i, optimizer in enumerate(optimizers) if i < len(rests)
+        ]
+        differences = [f"{len(rests)} optimizers → {len(optimizers)}"] if len(rests) != len(optimizers) else []
+        differences += _other_tensors(engine, model)
+        differences += [line for triple in triples for line in _state_differences(triple[0], names, *triple[1:])]
+        check(engine, session, differences)
         for module in weights.models:
             own, keys = module.state_dict(keep_vars=True), weights.keys_of(module)
             module.load_state_dict({key: _lying_as(model[name], own[key]) for key, name in keys.items()})
@@ -424,7 +426,7 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
     **Cost**: a copy of the state.
     """
     packed = optimizer.state_dict()
-    found: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Any] = {"groups": [], "fresh": [], "values": {}}
     for mine, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         options = {key: _plain(value) for key, value in group.items() if key not in _NOT_SAVED}
@@ -435,8 +437,8 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
                 state = _first_state(optimizer, mine, param)
                 rest["fresh"].append(name)
             state = _of_any_ranks(optimizer, state)
-            found[name] = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
-            rest["values"][name] = values = {key: value for key, value in state.items() if key not in found[name]}
+            saved[name] = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
+            rest["values"][name] = values = {key: value for key, value in state.items() if key not in saved[name]}
             if nested := [key for key, value in values.items() if next(tensors(value), None) is not None]:
                 raise UnsupportedError(
                     f"{type(optimizer).__name__} keeps tensors in nested containers",
@@ -444,7 +446,7 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
                     why="there may be another number of them where they are loaded",
                     write="mezzo.save and mezzo.load of the state dicts of model, optimizer and session: one process",
                 )
-    return found, rest
+    return saved, rest
 
 
 def _of_any_ranks(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -484,8 +486,8 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) 
             why=f"{type(error).__name__}: {error}".partition("\n")[0],
             write="one step of the session first",
         ) from error
-    found: dict[str, Any] = trial.state[zeros]
-    return found
+    first_state: dict[str, Any] = trial.state[zeros]
+    return first_state
 
 
 def _state_differences(
@@ -497,14 +499,14 @@ def _state_differences(
     yield from (f"a parameter group of {some_of(group)} → none" for group in sorted(map(sorted, theirs - mine)))
     yield from (f"no parameter group → one of {some_of(group)}" for group in sorted(map(sorted, mine - theirs)))
     for param, raw in optimizer.state.items():
-        held = _of_any_ranks(optimizer, raw)
+        expected = _of_any_ranks(optimizer, raw)
         for key, value in state.get(name := names.get(id(param), ""), {}).items():
-            if isinstance(mine_now := held.get(key), Tensor) and value.shape != mine_now.shape:
+            if isinstance(mine_now := expected.get(key), Tensor) and value.shape != mine_now.shape:
                 yield f"{key} of {name}: {list(value.shape)} → {list(mine_now.shape)}"
 
 
 def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-    """Give an optimizer a saved state in which :func:`_differences` finds nothing."""
+    """Load a saved state, in which :func:`_differences` finds nothing, into an optimizer."""
     options = {frozenset(group["names"]): group["options"] for group in rest["groups"]}
     packed = optimizer.state_dict()
     packed["state"] = {}
@@ -513,8 +515,8 @@ def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, An
         group.update({key: _as(value, mine.get(key)) for key, value in loaded.items()})
         for name, param, index in zip(_named(mine, names), mine["params"], group["params"], strict=True):
             # Copies: torch's optimizers would share memory with what was loaded.
-            found = {key: _lying_as(value, param).clone() for key, value in state.get(name, {}).items()}
-            values = copy.deepcopy(rest["values"].get(name, {})) | found
+            new_state = {key: _lying_as(value, param).clone() for key, value in state.get(name, {}).items()}
+            values = copy.deepcopy(rest["values"].get(name, {})) | new_state
             if values and name not in rest["fresh"]:
                 packed["state"][index] = values
     optimizer.load_state_dict(packed)

@@ -141,7 +141,7 @@ class StepAccount:
         return self._stats.steps + len(self._flying)
 
     def note(self, outcome: StepOutcome, packed: Tensor | None = None) -> None:
-        """Take a step, and send its numbers on their way.
+        """Count a step, and copy its numbers to the host without waiting for them.
 
         Args:
             outcome: The step.
@@ -277,7 +277,7 @@ class StepAccount:
         return asdict(self.stats())
 
     def load_state_dict(self, state: Mapping[str, Any], scale: float) -> None:
-        """Go on from what :meth:`state_dict` returned.
+        """Load what :meth:`state_dict` returned.
 
         Args:
             state: The counts.

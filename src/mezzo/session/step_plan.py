@@ -57,7 +57,7 @@ class WindowPlan:
         """Return the parameters of some optimizers, each once."""
         if set(self.optimizers).issubset(optimizers):
             return self.leaves
-        return _once(self.of[each] for each in self.optimizers if each in optimizers)
+        return _once(self.of[optimizer] for optimizer in self.optimizers if optimizer in optimizers)
 
     def writers_of(self, optimizers: Collection[Optimizer], *, asked: bool = False) -> list[Writer]:
         """Return what updates the parameters of some optimizers in the step that is being taken.
@@ -66,11 +66,11 @@ class WindowPlan:
             optimizers: The optimizers.
             asked: Whether the host decides if they step.
         """
-        found = []
-        for each, writer in self.writers.items():
-            if each in optimizers:
-                found.append(writer.now(asked=asked) if asked or writer.divides else writer)
-        return found
+        writers = []
+        for optimizer, writer in self.writers.items():
+            if optimizer in optimizers:
+                writers.append(writer.now(asked=asked) if asked or writer.divides else writer)
+        return writers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,11 +108,10 @@ class StepPlan:
     memories: tuple[Memory, ...]
 
     def is_current(self, optimizers: list[Optimizer], *, is_wrapped: bool, writes: bool) -> bool:
-        """Whether the session is still made of this.
+        """Whether the plan still describes the session.
 
-        Asked are the parameters that stand in the optimizers' groups, whoever has put them there, and their classes;
-        before a pass whether they are in 16 bits, which ``param.data = …`` changes; before a step hooks of the
-        optimizers' steps.
+        Compared are the parameters in the optimizers' groups, and their classes; before a pass also their element
+        sizes, which ``param.data = …`` changes; before a step the hooks of the optimizers' steps.
 
         Args:
             optimizers: The session's.
@@ -165,20 +164,23 @@ def planned(
     **Cost**: some 2 µs of host time a parameter.
     """
     optimizers, units = tuple(weights.optimizers), weights.units
-    of = {each: weights.leaves(each) for each in optimizers}
+    of = {optimizer: weights.leaves(optimizer) for optimizer in optimizers}
     params = list(chain.from_iterable(of.values()))
     wide: WideGradients = "none" if is_wrapped else "all" if is_plain and not units else "sums"
     windows = []
     for sharing in _sharing(of):
-        leaves = _once(of[each] for each in sharing)
+        leaves = _once(of[optimizer] for optimizer in sharing)
         narrows = may_narrow(sharing, ranks, is_driven=is_driven, is_split=is_wrapped or len(units) > 0)
         windows.append(
             WindowPlan(
                 optimizers=sharing,
                 leaves=leaves,
-                of={each: of[each] for each in sharing},
+                of={optimizer: of[optimizer] for optimizer in sharing},
                 ids=frozenset(map(id, leaves)),
-                writers={each: writer_of(each, is_shared=len(sharing) > 1, num_hooks=num_hooks) for each in sharing},
+                writers={
+                    optimizer: writer_of(optimizer, is_shared=len(sharing) > 1, num_hooks=num_hooks)
+                    for optimizer in sharing
+                },
                 low=[leaf for leaf in leaves if leaf.dtype in LOW],
                 wide=wide,
                 halves=[leaf for leaf in leaves if type(leaf) is Halves] if narrows else [],
@@ -218,19 +220,19 @@ def may_narrow(optimizers: Iterable[Optimizer], ranks: Ranks, *, is_driven: bool
 
 def _sharing(of: Mapping[Optimizer, list[Tensor]]) -> list[tuple[Optimizer, ...]]:
     """Return the optimizers by the parameters that they share, in their order."""
-    found: list[tuple[list[Optimizer], set[int]]] = []
+    groups: list[tuple[list[Optimizer], set[int]]] = []
     for optimizer, leaves in of.items():
         mine, ids = [optimizer], set(map(id, leaves))
         apart = []
-        for others, theirs in found:
+        for others, theirs in groups:
             if ids.isdisjoint(theirs):
                 apart.append((others, theirs))
             else:
                 mine, ids = [*others, *mine], ids | theirs
-        found = [*apart, (mine, ids)]
-    places = {optimizer: place for place, optimizer in enumerate(of)}
-    sharing = [tuple(sorted(each, key=places.__getitem__)) for each, _ in found]
-    return sorted(sharing, key=lambda each: places[each[0]])
+        groups = [*apart, (mine, ids)]
+    places = {optimizer: position for position, optimizer in enumerate(of)}
+    sharing = [tuple(sorted(group, key=places.__getitem__)) for group, _ in groups]
+    return sorted(sharing, key=lambda group: places[group[0]])
 
 
 def _once(lists: Iterable[list[Tensor]]) -> list[Tensor]:

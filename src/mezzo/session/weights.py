@@ -74,7 +74,7 @@ def handles_of(subjects: list[nn.Module | Prepared], policy: Any) -> tuple[list[
 
 
 class Weights:
-    """What a session ties together.
+    """The models and optimizers of a session, and the policy that is carried out on them.
 
     Args:
         models: The models.
@@ -107,23 +107,23 @@ class Weights:
         try:
             for model in self.models:
                 self.prepared += self._handles.get(model) or [Prepared(model, self.policy)]
-            self.take(self.optimizers)
+            self.prepare_optimizers(self.optimizers)
             for prepared in self.prepared:
                 prepared.join()
         except BaseException:
             self.undo()
             raise
 
-    def take(self, optimizers: list[Optimizer]) -> None:
-        """Have optimizers run hooks, and mezzo's round what O3 has them update."""
+    def prepare_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Prepare optimizers to step: all run hooks, and mezzo's round the low weights of O3."""
         for optimizer in optimizers:
             complete(optimizer)
         for optimizer in one_pass(optimizers) if self.are_low else ():
             optimizer.rounds = True
             self._undo.callback(setattr, optimizer, "rounds", False)
 
-    def know(self, optimizers: list[Optimizer]) -> None:
-        """Go on with these optimizers alone, of which nothing was converted here.
+    def replace_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Replace the optimizers; nothing is converted (a ``GradScaler`` learns of them one by one).
 
         Args:
             optimizers: Of a loop that knows models by itself.
@@ -131,15 +131,15 @@ class Weights:
         for optimizer in optimizers:
             complete(optimizer)
         self.optimizers[:] = optimizers
-        self.are_low = any(leaf.dtype in LOW for each in optimizers for leaf in self.leaves(each))
+        self.are_low = any(leaf.dtype in LOW for optimizer in optimizers for leaf in self.leaves(optimizer))
 
     def undo(self) -> None:
-        """Give back FP32 weights, and the optimizers as they were built."""
+        """Restore FP32 weights, and the optimizers as they were built."""
         self._undo.close()
-        given = [handle for handles in self._handles.values() for handle in handles]
+        handles_of_before = [handle for handles in self._handles.values() for handle in handles]
         for prepared in reversed(self.prepared):
             prepared.leave()
-            if prepared not in given:
+            if prepared not in handles_of_before:
                 prepared.remove()
         if self.are_low:
             widen_states(self.optimizers)
@@ -158,15 +158,15 @@ class Weights:
 
     def leaves(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters that an optimizer updates."""
-        found = list[Tensor]()
+        params = list[Tensor]()
         for group in optimizer.param_groups:
-            found += group["params"]
-        return found
+            params += group["params"]
+        return params
 
     def updated(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the parameters that one optimizer, or each, updates."""
         chosen = self.optimizers if optimizer is None else [optimizer]
-        return (param for each in chosen for group in each.param_groups for param in group["params"])
+        return (param for member in chosen for group in member.param_groups for param in group["params"])
 
     # Names -----------------------------------------------------------------------------------------------
 
@@ -187,11 +187,11 @@ class Weights:
         keys[model] = ((key, key) for key in model.state_dict(keep_vars=True))
         return {key: name for name, key in self._named(keys)}
 
-    def _named(self, each: Mapping[nn.Module, Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    def _named(self, items_of: Mapping[nn.Module, Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
         for number, model in enumerate(self.models):
             prefix = f"{number}." if len(self.models) > 1 else ""
             parts = sharded.parts_of(sharded.units(model))  # a forward pass leaves the root gathered
-            for name, value in each[model]:
+            for name, value in items_of[model]:
                 here = parts.get(value, value) if isinstance(value, Tensor) else value
                 yield prefix + _plain_name(model, name), here
 
@@ -206,7 +206,9 @@ class Weights:
 
 def widen_states(optimizers: Iterable[Optimizer]) -> None:
     """Make the state of weights FP32 that were low, and are FP32 again; that of mezzo's optimizers has its own."""
-    for key, state in (item for each in optimizers if as_one_pass(each) is None for item in each.state.items()):
+    for key, state in (
+        item for optimizer in optimizers if as_one_pass(optimizer) is None for item in optimizer.state.items()
+    ):
         if isinstance(key, Tensor) and key.dtype not in LOW and isinstance(state, dict):
             state.update(cast_floating(dict(state), torch.float32))  # exact; LBFGS has lists of tensors
 

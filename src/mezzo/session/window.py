@@ -49,48 +49,48 @@ class Carried(NamedTuple):
     """What the gradients of a window carry, and what the last step has left there: one value, which events move on.
 
     Attributes:
-        scale: What ``.grad`` carries now, 0-d float32, the very tensor; ``None`` for plain gradients.
+        scale: The loss scale that ``.grad`` carries now, 0-d float32, compared by identity; ``None`` for none.
         made_with: The scale of the last pass, which ``.grad`` may carry no more.
-        found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
+        found_inf: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What the passes since the last step have differentiated, 0-d and detached.
         passes: How many there were.
         marks: Marks of the gradients since they have got what they carry.
-        given: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
-            once those that carried one were cleared, of which a program may have kept copies.
+        has_made: Whether the session has made gradients since the last step, or given out such without a scale;
+            ``False`` once those that carried one were cleared, of which a program may have kept copies.
         left: Marks of the gradients that the last step has left in ``.grad``.
-        left_scale: What these carry.
+        left_scale: The scale that these carry.
         skipped: 0-d bool: whether the last step was skipped, where another one may follow without a pass in between.
     """
 
     scale: Tensor | None = None
     made_with: Tensor | None = None
-    found: Tensor | None = None
+    found_inf: Tensor | None = None
     losses: tuple[Tensor, ...] = ()
     passes: int = 0
     marks: tuple[tuple[int, int], ...] = ()
-    given: bool | None = None
+    has_made: bool | None = None
     left: Stale = _NOTHING
     left_scale: Tensor | None = None
     skipped: Tensor | None = None
 
     def begun(self, scale: Tensor | None) -> Carried:
-        """Return it in a pass whose gradients will carry a scale."""
+        """Return this state in a pass whose gradients will carry a scale."""
         return self._replace(scale=scale, made_with=scale, passes=self.passes + 1, left=_NOTHING)
 
     def cleared(self) -> Carried:
-        """Return it once all gradients were cleared; what the last step has left stays known."""
-        return self._replace(scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
+        """Return this state once all gradients were cleared; those that the last step has left stay known."""
+        return self._replace(scale=None, made_with=None, found_inf=None, losses=(), passes=0, marks=())
 
 
 class Window:
     """The gradients of one optimizer, or of several that share parameters.
 
-    All of them carry one scale, or none. Another scale rescales what is there, in place, in FP32. An overflow that
-    unscaling has found skips the step, whatever is done to the gradients after; clearing them all begins a new window,
-    and where a loop is the user's own so do zeros in all of them.
+    All of them carry one scale, or none. A pass under another scale rescales earlier gradients, in place, in FP32. An
+    overflow that unscaling has found skips the step, whatever is done to the gradients after; clearing them all begins
+    a new window, and where a loop is the user's own so do zeros in all of them.
 
-    While no pass is open the parameters' ``grad_dtype`` is their own. In a window it is FP32 as soon as there is
-    something to add to, so that sums are FP32, and after a pass any dtype may be assigned.
+    While no pass is open the parameters' ``grad_dtype`` is their own. In a window it is FP32 from the second pass on,
+    so that sums are FP32, and after a pass any dtype may be assigned.
 
     Args:
         weights: The models and optimizers of the engine.
@@ -105,8 +105,8 @@ class Window:
         self.weights, self.plan, self.now = weights, plan, Carried()
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
 
-    def follow(self, plan: WindowPlan) -> None:
-        """Go on as another plan of some of the same parameters has it."""
+    def adopt_plan(self, plan: WindowPlan) -> None:
+        """Adopt a new plan of some of the same parameters."""
         narrow = set(map(id, plan.halves))
         _let_go([leaf for leaf in self.plan.halves if id(leaf) not in narrow])
         self.plan = plan
@@ -131,13 +131,13 @@ class Window:
     # What a pass would add to ---------------------------------------------------------------------------
 
     def refuse_left(self, optimizers: Collection[Optimizer] | None = None) -> None:
-        """Refuse to add to what the last step has left, or to take it again beside others.
+        """Refuse to add to gradients that the last step has left, or to step with them again.
 
         Args:
             optimizers: Whose gradients; all when omitted.
 
         Raises:
-            StateError: Its gradients are still there.
+            StateError: The last step's gradients were not cleared.
         """
         if self.now.left and (stale := self._left(optimizers)):
             raise StateError(
@@ -156,8 +156,12 @@ class Window:
         if self.now.passes:
             return []
         params, gradients = self.gradients(optimizers)
-        pairs, known = zip(params, marks(gradients), gradients, strict=True), set(self.now.marks)
-        new = [param for param, mark, each in pairs if not (mark in known or is_left(each, self.now.left))]
+        pairs, marks_of_passes = zip(params, marks(gradients), gradients, strict=True), set(self.now.marks)
+        new = [
+            param
+            for param, mark, gradient in pairs
+            if not (mark in marks_of_passes or is_left(gradient, self.now.left))
+        ]
         return list(map(self.weights.name_of, new))
 
     def refuse_copies(self) -> None:
@@ -166,7 +170,7 @@ class Window:
         Raises:
             StateError: A program has put some in the place of those that were cleared while they carried it.
         """
-        if self.now.given is False and (names := self.written()):
+        if self.now.has_made is False and (names := self.written()):
             raise self.unknown("backward() would add to what it has not made", names)
 
     def unknown(self, call: str, names: list[str]) -> StateError:
@@ -176,12 +180,12 @@ class Window:
             call: What the call would do, or comes before.
             names: The parameters that have these gradients.
         """
-        made = "those of amp.backward(loss) do, those of loss.backward() do not, and a program's own may"
+        reason = "those of amp.backward(loss) do, those of loss.backward() do not, and a program's own may"
         copied = "they may be copies of those that were cleared while they did, or made in another way"
         return StateError(
             f"{call}: gradients are there, but not from amp.backward(loss)",
             where=some_of(names),
-            why=f"whether they carry the loss scale is not known: {made if self.now.given is None else copied}",
+            why=f"whether they carry the loss scale is not known: {reason if self.now.has_made is None else copied}",
             write="amp.backward(loss) in place of loss.backward(); or amp.unscale_() after each amp.backward(loss), "
             "before gradients are read;\nor amp.grad(loss, params), which returns them without the scale; or "
             "mezzo.attach(model, optimizer, policy), where\nloss.backward() leaves them without it; or a policy in "
@@ -221,30 +225,30 @@ class Window:
     def forget_cleared(self) -> None:
         """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
         now = self.now
-        if not now.passes or (now.found is None and not now.losses) or self.marks() == now.marks:
+        if not now.passes or (now.found_inf is None and not now.losses) or self.marks() == now.marks:
             return
         _, gradients = dense(self.plan.leaves)
         if gradients:
             device = self.weights.device
             stays = torch.linalg.vector_norm(norms(gradients, device)) != 0
-            found = None if now.found is None else moved(now.found, device) & stays
+            found_inf = None if now.found_inf is None else moved(now.found_inf, device) & stays
             losses = tuple(moved(loss, device).masked_fill(~stays, 0) for loss in now.losses)
-            self.now = now._replace(found=found, losses=losses)
+            self.now = now._replace(found_inf=found_inf, losses=losses)
 
     # A backward pass ------------------------------------------------------------------------------------
 
     def begin(self, scale: Tensor | None) -> None:
-        """Make ready for gradients that carry a scale.
+        """Begin a pass whose gradients will carry a scale: rescale earlier gradients, and set the dtypes of new ones.
 
         Where the plan says so (:func:`mezzo.session.step_plan.may_narrow`) the first gradients of weights in halves
-        have 16 bits: what a single cast of a weight hands back has no more. Whatever else has read the weight is added
-        to that in FP32, and hooks of the user's compute in FP32.
+        have 16 bits: the gradient of a single cast of a weight has no more. The gradients of all other readers of the
+        weight are added in FP32, and hooks of the user's compute in FP32.
 
         Args:
             scale: The scale.
         """
         plan = self.plan
-        there, gradients = with_gradients(plan.leaves)
+        params, gradients = with_gradients(plan.leaves)
         if gradients:
             self.drop_skipped()
             if self.has_left_alone():
@@ -254,13 +258,13 @@ class Window:
         else:
             now = self.now
             self.now = now._replace(
-                scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left=_NOTHING, skipped=None
+                scale=scale, made_with=scale, found_inf=None, losses=(), passes=1, marks=(), left=_NOTHING, skipped=None
             )
         if plan.wide == "none":
             _have_dtypes_of_parameters(plan.low)
             return
         if not _LOW.isdisjoint(map(_DTYPE, gradients)):
-            _widen(there)
+            _widen(params)
         if plan.low:
             _widen(plan.low if plan.wide == "all" else [leaf for leaf in plan.low if leaf.grad is not None])
         if plan.wide == "sums":
@@ -275,23 +279,23 @@ class Window:
                     leaf.grad_dtype = leaf.hi.dtype if is_low else leaf.dtype
 
     @torch.no_grad()
-    def take(self, scale: Tensor) -> None:
-        """Begin with gradients of passes that began without the engine.
+    def adopt_gradients(self, scale: Tensor) -> None:
+        """Adopt gradients of passes that began without the engine.
 
         Args:
             scale: What they carry; but not those that the last step has left, if there are no others.
         """
         now, is_new = self.now, not self.has_left_alone()
-        carried, found = (scale, None) if is_new else (now.left_scale, now.skipped)
+        carried, found_inf = (scale, None) if is_new else (now.left_scale, now.skipped)
         left = dense(self._left())[1] if is_new and now.left else []
-        if left:  # beside new ones
-            found = now.skipped
+        if left:  # besides new gradients, which carry `scale`
+            found_inf = now.skipped
             multiply(left, scale if now.left_scale is None else scale * inverse(now.left_scale))
-        self.now = now._replace(scale=carried, made_with=carried, found=found, passes=1)
+        self.now = now._replace(scale=carried, made_with=carried, found_inf=found_inf, passes=1)
         self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.plan.low}
 
     def end(self, losses: Iterable[Tensor], *, unscales: bool) -> None:
-        """Take over what a pass has made.
+        """End a pass: count its losses; unscale its gradients, or mark them as they are.
 
         Args:
             losses: What was differentiated, 0-d and detached.
@@ -309,13 +313,13 @@ class Window:
         else:
             self.now = self.now._replace(marks=self.marks())
         if self.now.marks:
-            self.now = self.now._replace(given=True)
+            self.now = self.now._replace(has_made=True)
 
     # What they carry ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def rescale(self, to: Tensor | None, *, checks: bool = False) -> None:
-        """Have ``.grad`` carry another scale, in FP32.
+        """Rescale the gradients from the scale that they carry to another one, in FP32.
 
         Args:
             to: The scale; ``None`` makes them plain.
@@ -323,42 +327,42 @@ class Window:
 
         **Cost**: one pass that reads them, for the check, and one that multiplies them in place. No host sync.
         """
-        scale, found = self.now.scale, self.now.found
+        scale, found_inf = self.now.scale, self.now.found_inf
         if scale is to and not checks:
             return
-        params, there = with_gradients(self.plan.leaves)
-        if params:
-            if not _LOW.isdisjoint(map(_DTYPE, there)):
-                _widen(params)
-                there = with_gradients(params)[1]
-            gradients = gradient_values(params, there)
-            places = alike(gradients)
+        leaves, grads = with_gradients(self.plan.leaves)
+        if leaves:
+            if not _LOW.isdisjoint(map(_DTYPE, grads)):
+                _widen(leaves)
+                grads = with_gradients(leaves)[1]
+            gradients = gradient_values(leaves, grads)
+            groups = alike(gradients)
             back: Tensor | None = None
             if scale is not None or checks:
-                sizes = norms(gradients, self.weights.device, groups=places)
+                sizes = norms(gradients, self.weights.device, groups=groups)
                 flag, *inverses = shared(found_with, (), [sizes] if scale is None else [sizes, scale])
                 back = inverses[0] if inverses else None
-                found = flag if found is None else found | flag
+                found_inf = flag if found_inf is None else found_inf | flag
             if scale is not to:
                 factor = back if to is None else to if back is None else to * back
                 assert factor is not None
-                multiply(gradients, factor, places)
+                multiply(gradients, factor, groups)
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-            if gradients is not there:
-                there = with_gradients(params)[1]
-        self.now = self.now._replace(scale=to, found=found, marks=tuple(marks(there)))
+            if gradients is not grads:
+                grads = with_gradients(leaves)[1]
+        self.now = self.now._replace(scale=to, found_inf=found_inf, marks=tuple(marks(grads)))
 
-    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
-        """Know that the gradients of some optimizers, if any are these, carry no scale any more.
+    def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
+        """Record that the gradients of some optimizers carry no scale any more, if this window has such.
 
         Args:
             optimizers: The optimizers.
-            found: Whether they were finite, where they have been multiplied because of that.
+            found_inf: Whether they were finite, where they have been multiplied because of that.
         """
         if not set(self.plan.optimizers).isdisjoint(optimizers):
-            self.now = self.now._replace(scale=None, found=self.now.found if found is None else found)
+            self.now = self.now._replace(scale=None, found_inf=self.now.found_inf if found_inf is None else found_inf)
 
     @property
     def was_edited(self) -> bool:
@@ -371,7 +375,7 @@ class Window:
     # After a step ---------------------------------------------------------------------------------------
 
     def close(self, skipped: Tensor | None = None) -> None:
-        """Be done with gradients that a step has taken: what it leaves is known by marks.
+        """End the window after a step; the gradients that the step leaves are recognised by their marks.
 
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
@@ -389,24 +393,24 @@ class Window:
         self.now = Carried(left=left, left_scale=self.now.scale, skipped=skipped)
 
     def clear(self, *, to_zeros: bool) -> None:
-        """Begin anew, once the gradients were cleared.
+        """Begin a new window, once the gradients were cleared.
 
         Args:
             to_zeros: Whether they are zeros now, which no step is to take for a program's.
         """
-        low = [*self.plan.low, *self.plan.halves]
-        _let_go(low)
+        narrow_leaves = [*self.plan.low, *self.plan.halves]
+        _let_go(narrow_leaves)
         _count_anew(self.plan.halves)
-        for leaf in low if self.now.passes else ():
+        for leaf in narrow_leaves if self.now.passes else ():
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
-        given = self.now.given if self.now.scale is None else False
-        self.now = self.now.cleared()._replace(given=given, left=_NOTHING, marks=self.marks() if to_zeros else ())
+        has_made = self.now.has_made if self.now.scale is None else False
+        self.now = self.now.cleared()._replace(has_made=has_made, left=_NOTHING, marks=self.marks() if to_zeros else ())
 
 
 @torch.no_grad()
 def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
-    """Have the gradient of a parameter carry another scale, in FP32: it belongs to another window, or to none.
+    """Rescale the gradient of a parameter that goes over to another window, or to none, in FP32.
 
     Args:
         leaf: The parameter.
@@ -422,7 +426,7 @@ def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
 
 
 def _let_go(leaves: Sequence[Tensor]) -> None:
-    """Have parameters without a gradient take one of their own dtype again."""
+    """Restore the gradient dtype of parameters without a gradient to their own."""
     for leaf in compress(leaves, map(is_, map(_GRADIENT, leaves), repeat(None))):
         leaf.grad_dtype = leaf.dtype
 
@@ -446,7 +450,7 @@ def _have_dtypes_of_parameters(leaves: list[Tensor]) -> None:
 
 @torch.no_grad()
 def _widen(leaves: Iterable[Tensor]) -> None:
-    """Let low parameters have FP32 gradients, and widen those that they have: many in one kernel."""
+    """Widen the gradients of low parameters to FP32, many in one kernel; later gradients may be FP32 too."""
     waiting: list[Tensor] = []
     for leaf in leaves:
         gradient = leaf.grad
@@ -463,12 +467,12 @@ def _widen(leaves: Iterable[Tensor]) -> None:
             waiting.append(leaf)
     while waiting:  # a part at a time, so that not all are there twice
         ends = accumulate(leaf.nbytes for leaf in waiting)
-        size = next((place for place, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
+        size = next((count for count, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
         now, waiting = waiting[:size], waiting[size:]
         gradients = [leaf.grad for leaf in now if leaf.grad is not None]
         wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
         for places in alike(gradients).values():
-            foreach_copy_([wide[place] for place in places], [gradients[place] for place in places])
+            foreach_copy_([wide[index] for index in places], [gradients[index] for index in places])
         for leaf, gradient in zip(now, wide, strict=True):
             leaf.grad, leaf.grad_dtype = None, torch.float32
             leaf.grad = gradient

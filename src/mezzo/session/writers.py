@@ -65,10 +65,10 @@ class Writer:
     is_own: bool = False
 
     def now(self, *, asked: bool) -> Writer:
-        """Return what writes in a step that is about to be judged; itself, unless the host decides, or it divides.
+        """Return the writer for a step that is about to be judged: this one, or one that writes in another way.
 
         Args:
-            asked: Whether the host decides, as where something is called in place of the optimizer's step.
+            asked: Whether the host decides if the optimizer steps: a call stands in the place of its step.
         """
         return self
 
@@ -76,10 +76,10 @@ class Writer:
         """Raise all that the optimizer could refuse; nothing is written."""
 
     def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
-        """Note what is there before a step, which may raise."""
+        """Return a record of state and parameters before a step, which may raise."""
         of_torch = _module_of(step).startswith("torch.optim.")
         is_orderly = of_torch and judged.is_alike and not self.is_shown
-        return _Stood(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
+        return _Snapshot(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
 
     def write(self, judged: Judged, step: Callable[..., Any]) -> None:
         """Update, or skip where the verdict says so.
@@ -128,18 +128,19 @@ class Fused(Writer):
 
     def write(self, judged: Judged, step: Callable[..., Any]) -> None:
         """See :meth:`Writer.write`. Gradients are left without the scale."""
-        verdict, told = judged.verdict, cast(Any, self.optimizer)
+        verdict, fused = judged.verdict, cast(Any, self.optimizer)
         numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
         found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
         # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
         grad_scale = None if self.is_plain else divisor[0] if divisor else judged.scale
-        if (own_scale := getattr(told, "grad_scale", None)) is not None:  # a user's counts besides, as in torch
-            grad_scale = own_scale if grad_scale is None else grad_scale * own_scale
-        told.found_inf, told.grad_scale = found_inf, grad_scale
+        # A scale that the user has set counts besides, as in torch.
+        if (users_scale := getattr(fused, "grad_scale", None)) is not None:
+            grad_scale = users_scale if grad_scale is None else grad_scale * users_scale
+        fused.found_inf, fused.grad_scale = found_inf, grad_scale
         try:
             step()
         finally:
-            del told.found_inf, told.grad_scale
+            del fused.found_inf, fused.grad_scale
 
 
 def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Writer:
@@ -155,11 +156,11 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
     is_own = _module_of(optimizer.step).startswith(_OWN)
     is_shown = not is_own and _own_class(type(optimizer).__mro__) is not Optimizer
     is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
-    is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
+    is_plain, one_pass_optimizer = is_shared or is_shown, as_one_pass(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     is_own = is_own and not is_shown and _OF_TORCH.issuperset(map(type, params))
-    if own is not None:
-        return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False, is_own=is_own)
+    if one_pass_optimizer is not None:
+        return OnePass(one_pass_optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, is_own=is_own)
     has_low = any(param.dtype in LOW for param in params)
     if _is_told(optimizer):
         return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low, is_own=is_own)
@@ -178,12 +179,12 @@ def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
 
     **Cost**: 1 µs an optimizer.
     """
-    found: list[Any] = hooks_of_every_step()
-    for each in optimizers:
-        found += each.step, *step_hooks(each)
-        for group in each.param_groups:
-            found.append(group.get("fused"))
-    return found
+    decisive: list[Any] = hooks_of_every_step()
+    for optimizer in optimizers:
+        decisive += optimizer.step, *step_hooks(optimizer)
+        for group in optimizer.param_groups:
+            decisive.append(group.get("fused"))
+    return decisive
 
 
 def takes_flags(optimizer: Optimizer) -> bool:
@@ -220,12 +221,12 @@ def _has_begun(optimizer: Optimizer) -> bool:
 
 def _narrows(optimizer: Optimizer) -> bool:
     """Whether there are FP32 gradients of low weights, of which a policy keeps no FP32 values."""
-    low = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
-    return any(param.grad is not None and param.grad.dtype not in LOW for param in low)
+    low_params = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
+    return any(param.grad is not None and param.grad.dtype not in LOW for param in low_params)
 
 
 def _narrow(params: Any) -> None:
-    """Give low weights gradients of their own dtype, as torch's optimizers want them."""
+    """Cast the gradients of low weights to the weights' dtype, as torch's optimizers want them."""
     for param in params:
         if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
             wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
@@ -235,8 +236,8 @@ def _narrow(params: Any) -> None:
 class Carries(Protocol):
     """What knows which scale the gradients of some optimizers carry: a window."""
 
-    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
-        """Know that the gradients of some optimizers, if any are here, carry no scale any more, and what was found."""
+    def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
+        """Record that the gradients of some optimizers carry no scale any more, and whether they were finite."""
 
 
 # The writes of an engine --------------------------------------------------------------------------------------
@@ -271,20 +272,20 @@ class Writes:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._strangers.get(optimizer) == sizes:
             return True
-        known = {id(param) for model in self.weights.models for param in model.parameters()}
-        if any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
+        param_ids = {id(param) for model in self.weights.models for param in model.parameters()}
+        if any(id(param) in param_ids for group in optimizer.param_groups for param in group["params"]):
             return False
         self._strangers[optimizer] = sizes
         return True
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is one of these, inside of one as SAM's is, or around one, whose step it calls."""
-        known = self.weights.optimizers
+        """Whether an optimizer is the session's, inside of one of its optimizers as SAM's is, or around one."""
+        optimizers = self.weights.optimizers
         return (
-            optimizer in known
+            optimizer in optimizers
             or optimizer in self.steps_by
-            or any(each in known for each in inner_optimizers(optimizer))
-            or any(optimizer in inner_optimizers(each) for each in known)
+            or any(inner in optimizers for inner in inner_optimizers(optimizer))
+            or any(optimizer in inner_optimizers(outer) for outer in optimizers)
         )
 
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -293,7 +294,7 @@ class Writes:
 
     @contextmanager
     def stepping_by(self, optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[list[Any]]:
-        """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
+        """Replace the step of an optimizer by this call in the block; yield the list of what the call returns."""
         returned = list[Any]()
 
         def call(*args: Any) -> Any:
@@ -311,7 +312,7 @@ class Writes:
 
     @contextmanager
     def stepping(self, is_stepping: bool = True) -> Iterator[None]:
-        """Let optimizers step on the engine's behalf in the block, or not where a program's closure runs in there."""
+        """Mark steps in the block as the engine's, or as the program's where a closure runs in the block."""
         before, self.is_stepping = self.is_stepping, is_stepping
         try:
             yield
@@ -345,34 +346,34 @@ class Writes:
             by: Called in place of the one optimizer's step, if it is not skipped.
         """
         verdict = judged.verdict
-        for each in writers:  # what one refuses is refused before another has stepped
-            each.ready(verdict)
+        for writer in writers:  # all refusals come before the first optimizer has stepped
+            writer.ready(verdict)
         num_writers = len(writers)
         if any(map(_WAITS, writers)) and bool(verdict.found_inf):
-            writers = [each for each in writers if not each.waits]
+            writers = [writer for writer in writers if not writer.waits]
         if any(map(_IS_PLAIN, writers)):
-            plain = [each for each in writers if each.is_plain]
+            plain = [writer for writer in writers if writer.is_plain]
             self._multiply(plain, windows, judged, are_all=len(plain) == num_writers)
         self._step_all(writers, judged, by)
         if any(map(_DIVIDES, writers)):
-            divided = [each.optimizer for each in writers if each.divides and not each.is_plain]
+            divided = [writer.optimizer for writer in writers if writer.divides and not writer.is_plain]
             for window in windows if divided else ():
                 window.lost_scale(divided)
 
     def _multiply(self, writers: list[Writer], windows: Sequence[Carries], judged: Judged, *, are_all: bool) -> None:
         """Make the gradients plain that optimizers read as they are: of those of a step all, or those of some."""
-        optimizers, verdict = [each.optimizer for each in writers], judged.verdict
+        optimizers, verdict = [writer.optimizer for writer in writers], judged.verdict
         if not verdict.is_one:
             gradients = judged.gradients
             if not are_all:
-                params = {id(param): param for each in optimizers for param in self.weights.updated(each)}
+                params = {id(param): param for optimizer in optimizers for param in self.weights.updated(optimizer)}
                 gradients = dense(list(params.values()))[1]
             multiply(gradients, verdict.multiplier)
             for window in windows:
                 window.lost_scale(optimizers, verdict.found_inf)  # should a hook raise, so that the step is taken again
-        for each in writers:
-            if each.has_low:
-                _narrow(self.weights.updated(each.optimizer))
+        for writer in writers:
+            if writer.has_low:
+                _narrow(self.weights.updated(writer.optimizer))
 
     def _step_all(self, writers: Sequence[Writer], judged: Judged, by: Callable[..., Any] | None) -> None:
         begun: list[tuple[Writer, Before]] = []
@@ -387,8 +388,8 @@ class Writes:
                 if is_new and before.is_counted():
                     self._counted.add(optimizer)
         except BaseException:
-            for each in writers:
-                stored_again(each.optimizer)
+            for writer in writers:
+                stored_again(writer.optimizer)
             if any(before.was_written() for _, before in begun):
                 self.broken = f"{type(begun[-1][0].optimizer).__name__}.step()"
             else:
@@ -408,16 +409,16 @@ _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64
 
 
 class Before(Protocol):
-    """What was there before a step of an optimizer: should the step raise, whether it has written that."""
+    """A record of a time before a step of an optimizer: tells, should the step raise, whether it has written."""
 
     def is_counted(self) -> bool:
         """Whether the step, which has not raised, has shown that torch counts the optimizer's writes."""
 
     def was_written(self) -> bool:
-        """Whether the step has written what was there before it."""
+        """Whether the step has written parameters or state."""
 
     def restore(self) -> None:
-        """Take away what the step has made, and put numbers back."""
+        """Remove the state that the step has made, and restore the numbers of before."""
 
 
 class _Updates:
@@ -438,12 +439,12 @@ class _Updates:
         """See :class:`Before`: there is nothing."""
 
 
-class _Stood:
-    """What stood before a step of another optimizer.
+class _Snapshot:
+    """A snapshot of an optimizer that is not mezzo's, before its step.
 
-    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
-    or in groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
-    parameters are added up until a step of the optimizer has shown that its writes are counted.
+    A step that raises before it has written is undone: state that it has made is removed, and numbers that it has
+    counted in state or groups are restored. torch counts the writes to each tensor, but for those through
+    ``param.data``: so the bits of parameters are summed until a step has shown that its writes are counted.
 
     Args:
         optimizer: The optimizer.
@@ -462,16 +463,25 @@ class _Stood:
             outer = [state]
         else:
             family = [optimizer, *inner_optimizers(optimizer)]
-            groups = [group for each in family for group in each.param_groups]
+            groups = [group for member in family for group in member.param_groups]
             self._params = [param for group in groups for param in group["params"]]
-            inner = [*groups, *(kept for each in family for kept in each.state.values() if isinstance(kept, dict))]
-            outer = [each.state for each in family]
-        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(each, dict(each)) for each in (*outer, *inner)]
-        values = [value for each in inner for name, value in each.items() if name != "params"]
-        others = [value for value in values if not isinstance(value, Tensor)]
+            inner = [
+                *groups,
+                *(entry for member in family for entry in member.state.values() if isinstance(entry, dict)),
+            ]
+            outer = [member.state for member in family]
+        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+            (mapping, dict(mapping)) for mapping in (*outer, *inner)
+        ]
+        values = [value for mapping in inner for name, value in mapping.items() if name != "params"]
+        not_tensors = [value for value in values if not isinstance(value, Tensor)]
         self._tensors = [*self._params, *values]
-        if others:
-            self._tensors = [*self._params, *(value for value in values if isinstance(value, Tensor)), *tensors(others)]
+        if not_tensors:
+            self._tensors = [
+                *self._params,
+                *(value for value in values if isinstance(value, Tensor)),
+                *tensors(not_tensors),
+            ]
         self._versions = versions(self._tensors)
         self._bits = _bits(self._params) if self.is_new else []
 
@@ -488,31 +498,33 @@ class _Stood:
 
     def restore(self) -> None:
         """See :class:`Before`."""
-        for mapping, held in self._held:
+        for mapping, contents in self._held:
             mapping.clear()
-            mapping.update(held)
+            mapping.update(contents)
 
 
 def _firsts(optimizer: Optimizer) -> list[Tensor]:
     """Return the first parameter of each group that has a gradient."""
-    found = []
+    firsts = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                found.append(param)
+                firsts.append(param)
                 break
-    return found
+    return firsts
 
 
 def _bits(params: list[Tensor]) -> list[Tensor]:
     """Return sums of the bits of parameters, wherever they lie: whatever writes one of them changes its sum."""
-    lying = [each.detach() for each in in_memory(params) if each.layout == torch.strided]
-    whole = [torch.view_as_real(each) if each.is_complex() else each for each in lying]
+    lying = [param.detach() for param in in_memory(params) if param.layout == torch.strided]
+    whole = [torch.view_as_real(param) if param.is_complex() else param for param in lying]
     # Sums of 32 bits wrap around, and cost no copy of 64 bits.
-    return [each.view(_WHOLE[each.element_size()]).sum(dtype=_SUMMED[each.element_size()]) for each in whole]
+    return [
+        numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=_SUMMED[numbers.element_size()]) for numbers in whole
+    ]
 
 
-# Optimizers that nobody has told of ---------------------------------------------------------------------------
+# Optimizers that the session does not know --------------------------------------------------------------------
 
 #: What each session that lives writes with.
 _LIVE: Final[Members[weakref.ref[Writes]]] = Members()
@@ -540,9 +552,9 @@ def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
             or writes.knows(optimizer)
         ):
             continue
-        known = {id(param) for model in writes.weights.models for param in model.parameters()}
+        param_ids = {id(param) for model in writes.weights.models for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        if not any(id(param) in known for param in params) or changes_nothing(
+        if not any(id(param) in param_ids for param in params) or changes_nothing(
             optimizer.param_groups, [param.grad for param in params if param.grad is not None]
         ):
             continue
@@ -558,10 +570,12 @@ def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
-    found = [optimizer]
-    for each in found:  # those that are found meanwhile, too
-        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
-    return found[1:]
+    optimizers = [optimizer]
+    for wrapper in optimizers:  # those that are found meanwhile, too
+        optimizers += [
+            inner for inner in vars(wrapper).values() if isinstance(inner, Optimizer) and inner not in optimizers
+        ]
+    return optimizers[1:]
 
 
 def check_numbers(optimizer: Optimizer) -> None:
@@ -588,4 +602,4 @@ def check_numbers(optimizer: Optimizer) -> None:
 @functools.cache
 def _own_class(kinds: tuple[type, ...]) -> type:
     """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most others."""
-    return next(each for each in kinds if each.__module__.startswith(_OWN))
+    return next(cls for cls in kinds if cls.__module__.startswith(_OWN))

@@ -1,4 +1,4 @@
-"""What a tensor in halves shares with its views and with who steps, and what is said to who wants its memory."""
+"""The state that a tensor in halves shares with its views and with optimizers, and the error for its memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mezzo.policy.rules import both, exact
 from mezzo.releases import private
 
 _COUNT: Final = private("torch._C._storage_Use_Count")
-#: How many refer to the memory of a tensor that nobody else has: the tensor, and the storage that is asked.
+#: The references to the memory of a tensor that has no view: the tensor's own, and the storage object's that counts.
 _ALONE: Final = 2
 
 
 class Cell:
-    """What a tensor of halves shares with its views.
+    """The state that a tensor in halves shares with its views.
 
     Attributes:
         decoded: The values in FP32 memory, which holds them for now while both halves are stale; usually ``None``.
@@ -37,12 +37,12 @@ class Cell:
         self.start, self.decoded, self.is_lent, self.uses = start, decoded, False, [0, 0]
 
     def is_left(self) -> bool:
-        """Whether nothing else lies where the values do: what ``param.data`` was given is gone, and no view is left."""
+        """Whether no other tensor uses the decoded values' memory: a tensor assigned to ``param.data``, or a view."""
         return self.decoded is not None and lies_alone(self.decoded)
 
 
 class _Step(threading.local):
-    """What carries out kernels over lists of parameters while an optimizer steps in this thread."""
+    """The function that carries out kernels over lists of parameters, while an optimizer steps in this thread."""
 
     parts: Callable[[Any, Any, Any], bool] | None = None
 
@@ -57,15 +57,15 @@ def lies_alone(tensor: Tensor) -> bool:
 
 
 def no_memory(name: str, asker: str) -> UnsupportedError:
-    """Build the error of whoever wants the FP32 values of a tensor that is stored in halves to lie in memory.
+    """Build the error for a reader of FP32 memory that a tensor in halves does not have.
 
     Args:
         name: The parameter's.
-        asker: Who wants them.
+        asker: What reads the memory.
     """
-    what = f"the parameter {name}" if name else "a parameter"
+    subject = f"the parameter {name}" if name else "a parameter"
     return UnsupportedError(
-        f"{what} has no FP32 memory that a kernel could read",
+        f"{subject} has no FP32 memory that a kernel could read",
         where=asker,
         why="it is stored in two halves of 16 bits",
         write=f"{both('fp32_param=' + exact(name or '…'))}: stores it plainly; or its clone()",

@@ -153,7 +153,7 @@ class Exchange:
         (tensor([-1.0000, -0.1001], dtype=torch.bfloat16), tensor([     0, -13107], dtype=torch.int16))
     """
 
-    def __init__(self, high: Sequence[Tensor], low: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    def __init__(self, high: Sequence[Tensor], remainders: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         device = high[0].device
         step = torch.zeros((), dtype=torch.int64, device=device)  # which no rule here reads
 
@@ -164,7 +164,7 @@ class Exchange:
                 hypers={},
                 step=step,
                 weights=high,
-                extras=low,
+                extras=remainders,
                 states=states,
                 only_move=True,
             )

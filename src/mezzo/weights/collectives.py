@@ -1,4 +1,4 @@
-"""Collectives on tensors in halves: what they write, which their schemas do not say, and when it is written."""
+"""Collectives on tensors in halves: which arguments they write, which their schemas do not say, and when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FUNCTIONAL: Final = frozenset({"_c10d_functional", "_c10d_functional_autograd",
 
 
 def is_collective(func: OpOverload[..., Any]) -> bool:
-    """Whether an operation is a collective of which it is known what it writes."""
+    """Whether an operation is a collective whose written arguments are known."""
     name = func._schema.name.rpartition(":")[2]
     return func.namespace in _FUNCTIONAL or (func.namespace == "c10d" and name in _WRITING | _READING)
 
@@ -40,18 +40,18 @@ def ended(out: Any) -> Any:
     """Wait until a collective has written; the current stream waits, where there are streams.
 
     Args:
-        out: What it returned.
+        out: The collective's result.
 
     Returns:
-        The same, with work that is done: gloo waits for ever where a receive is waited for again.
+        The same, with finished work: gloo waits for ever where a receive is waited for again.
     """
     return mapped(out, _ended, (Tensor, torch.ScriptObject))
 
 
-def _ended(each: Any) -> Any:
-    if isinstance(each, Tensor):
-        return torch.ops._c10d_functional.wait_tensor(each)
-    torch.distributed.Work.unbox(each).wait()
+def _ended(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return torch.ops._c10d_functional.wait_tensor(result)
+    torch.distributed.Work.unbox(result).wait()
     future: Any = torch.futures.Future()
     future.set_result([])
     return _FINISHED_WORK(future).boxed()

@@ -1,4 +1,4 @@
-"""``Halves``: a tensor that is FP32 to everybody, and lies in memory as two tensors of 16 bits."""
+"""``Halves``: a tensor that is FP32 to every reader, and is stored as two tensors of 16 bits."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ _ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param", "_low_
 class Halves(Tensor):
     """An FP32 tensor that is stored in two halves.
 
-    To everybody it is a ``torch.float32`` tensor: its ``dtype``, what operations read of it, what they write to it,
-    and all that comes out of them. Only a cast to ``hi``'s dtype is different: it is ``hi`` itself, copied when
-    somebody writes to one of both and not before. So products that cast their weights low cost no cast, whoever casts.
+    To a program it is a ``torch.float32`` tensor: its ``dtype``, the values that operations read and write, and their
+    results. Only a cast to ``hi``'s dtype is different: it is ``hi`` itself, copied when one of the two is written and
+    not before. So a product that casts its weight low costs no cast, whether torch, mezzo or the program casts.
 
     Args:
         hi: BF16 or FP16: the value, rounded. What a cast returns.
@@ -72,9 +72,9 @@ class Halves(Tensor):
     Attributes:
         hi: The high half.
         lo: The low half.
-        cell: What it shares with views of it.
+        cell: The state that a tensor shares with its views.
         is_part: Whether it is a view of another tensor.
-        path: Where it stands in its model, for errors.
+        path: Its parameter's path in the model, for errors.
 
     **Cost**: 4 bytes an element. A cast takes 5 µs and launches nothing. Any other operation decodes first, 4 bytes
     read and 4 written for an element, and one that writes encodes after it; gathers of rows decode what they gather.
@@ -100,16 +100,16 @@ class Halves(Tensor):
 
     @staticmethod
     def __new__(cls, hi: Tensor, lo: Any = None, requires_grad: bool = False) -> Any:
-        """Make one; of a single tensor a plain parameter, as ``type(param)(tensor, requires_grad)`` means it."""
+        """Make a tensor of two halves; of a single tensor a plain parameter, for ``type(param)(tensor, True)``."""
         if not isinstance(lo, Tensor):
             return nn.Parameter(hi, requires_grad if lo is None else lo)
-        made = _WRAPPER(
+        weight = _WRAPPER(
             cls, hi.size(), strides=hi.stride(), storage_offset=hi.storage_offset(), dtype=torch.float32,
             layout=hi.layout, device=hi.device, requires_grad=requires_grad,
         )  # fmt: skip
-        _FORBID_ADDRESS(made)  # a kernel that would read memory that is not there raises
-        made.hi, made.lo, made.cell, made.is_part, made.path = hi, lo, Cell(hi.storage_offset()), False, ""
-        return made
+        _FORBID_ADDRESS(weight)  # a kernel that would read memory that is not there raises
+        weight.hi, weight.lo, weight.cell, weight.is_part, weight.path = hi, lo, Cell(hi.storage_offset()), False, ""
+        return weight
 
     # Attributes are torch's own: they cost nothing.
     __torch_function__ = nn.Parameter.__torch_function__
@@ -126,16 +126,16 @@ class Halves(Tensor):
         Raises:
             NumericsError: A finite value that ``dtype`` would round to infinity (FP16: beyond 65504).
         """
-        made: Halves = cls(*encode(value.detach(), dtype, name=name))
-        get_ready(made.hi)
-        made.path = name or ""
-        return made
+        weight: Halves = cls(*encode(value.detach(), dtype, name=name))
+        get_ready(weight.hi)
+        weight.path = name or ""
+        return weight
 
     # Values ---------------------------------------------------------------------------------------------------
 
     @property
     def decoded(self) -> Tensor | None:
-        """The FP32 tensor in which the values lie for now instead; ``None`` as a rule."""
+        """The FP32 tensor that holds the values for now, while both halves are stale; usually ``None``."""
         values, hi = self.cell.decoded, self.hi
         if values is None or (not self.is_part and values.shape == hi.shape and values.stride() == hi.stride()):
             return values
@@ -143,7 +143,7 @@ class Halves(Tensor):
         return values.as_strided(hi.size(), hi.stride(), offset)
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """Return the halves of all the values that it shares memory with, as they lie there: of a view, flat."""
+        """Return the halves of the tensor that this one is a view of, flat; of a tensor that is no view its own."""
         if not self.is_part:
             return self.hi, self.lo
         start = self.cell.start
@@ -151,7 +151,7 @@ class Halves(Tensor):
         return self.hi.as_strided((count,), (1,), start), self.lo.as_strided((count,), (1,), start)
 
     def widen(self, *, is_lent: bool = False) -> Tensor:
-        """Have the values lie in FP32, for all that shares memory with it alike, and return them."""
+        """Return the values, and hold them in FP32 from now on; where ``is_lent``, until the next cast or step."""
         cell = self.cell
         if cell.decoded is None:
             with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
@@ -159,16 +159,16 @@ class Halves(Tensor):
         return self.value()
 
     def lend(self) -> Tensor:
-        """Return the values in memory of their own: what is written there until the next cast or step is not lost.
+        """Return the values as FP32 memory that a program may write to until the next cast or step.
 
-        While an optimizer steps, which lets its memory go then, it is a copy.
+        While an optimizer steps it is a copy: the memory of a step is freed at its end.
         """
         if self.cell.decoded is None or self.cell.is_lent:
             return self.widen(is_lent=True).detach()
         return self.value().clone()
 
     def store_lent(self) -> None:
-        """Store in halves again what lies in FP32 for a reader of addresses."""
+        """Store in halves again the values that were lent in FP32 to a reader of addresses."""
         cell, hi, lo = self.cell, self.hi, self.lo
         if cell.is_lent and (values := cell.decoded) is not None:
             cell.decoded, cell.is_lent = None, False
@@ -176,12 +176,12 @@ class Halves(Tensor):
             store_in(values, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
-        """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
+        """Return the FP32 values as a plain tensor: a new one, or the one that holds them for now."""
         values = self.decoded
         return decoded(self.hi, self.lo) if values is None else values
 
     def assign(self, value: Tensor) -> None:
-        """Take other FP32 values, of a shape that broadcasts to its own; beyond FP16's range they become infinite."""
+        """Store other FP32 values, whose shape broadcasts to the tensor's; beyond FP16's range they become infinite."""
         if (values := self.decoded) is not None:
             values.copy_(value)
             return
@@ -189,13 +189,13 @@ class Halves(Tensor):
         store_in(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
 
     def low(self, dtype: torch.dtype) -> Tensor:
-        """Return the values in a dtype, connected for gradients: of the high half's dtype that, as a cast does.
+        """Return the values in a dtype, differentiably: in the high half's dtype the high half.
 
-        A gradient of 16 bits then goes to a leaf as it is, where ``grad_dtype`` lets it; that of a cast is widened.
+        The gradient of the high half reaches a leaf in 16 bits, where ``grad_dtype`` allows that; a cast's is FP32.
         """
         if self.cell.decoded is None and dtype is self.hi.dtype:
-            found: Tensor = _LAZY_CLONE(self)
-            return found
+            high: Tensor = _LAZY_CLONE(self)
+            return high
         return self.to(dtype)
 
     def _view(self, hi: Tensor, lo: Any) -> Halves:
@@ -205,20 +205,20 @@ class Halves(Tensor):
         return self._part(hi, lo)
 
     def _part(self, hi: Tensor, lo: Any) -> Halves:
-        made: Halves = type(self)(hi, lo)
-        made.cell, made.is_part, made.path = self.cell, True, self.path
-        return made
+        view: Halves = type(self)(hi, lo)
+        view.cell, view.is_part, view.path = self.cell, True, self.path
+        return view
 
     def _seen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return a view of it: what an operation makes of both halves."""
+        """Return the view, or views, that an operation makes of both halves."""
         hi, lo = func(self.hi, *args, **kwargs), func(self.lo, *args, **kwargs)
         return self._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(self._view, hi, lo))
 
     def _copied(self, hi: Tensor, lo: Tensor) -> Halves:
-        """Return a tensor of copies of its halves, which lie elsewhere or in another order."""
-        made: Halves = type(self)(hi, lo)
-        made.path = self.path
-        return made
+        """Return a tensor of copied halves, which may be on another device or in another memory order."""
+        copied: Halves = type(self)(hi, lo)
+        copied.path = self.path
+        return copied
 
     # What torch asks of tensors -------------------------------------------------------------------------------
 
@@ -249,11 +249,11 @@ class Halves(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], name: str, size: Any, stride: Any) -> Halves:
-        made: Halves = Halves(inner["hi"], inner["lo"])
-        made.cell.decoded, made.path = inner.get("decoded"), name
-        return made
+        weight: Halves = Halves(inner["hi"], inner["lo"])
+        weight.cell.decoded, weight.path = inner.get("decoded"), name
+        return weight
 
-    # Python's own ways to read, copy and replace it: what comes out is plain ------------------------------------
+    # Python's own ways to read, copy and replace a tensor: the results are plain ------------------------------------
 
     def _plain(self) -> Tensor:
         value = self.detach().clone()
@@ -267,53 +267,53 @@ class Halves(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            made = memo[id(self)] = self._plain().requires_grad_(self.requires_grad)
+            plain = memo[id(self)] = self._plain().requires_grad_(self.requires_grad)
             if not isinstance(self, nn.Parameter):
-                made.__dict__ = copy.deepcopy(_own(self), memo)
-        found: Tensor = memo[id(self)]
-        return found
+                plain.__dict__ = copy.deepcopy(_own(self), memo)
+        copied: Tensor = memo[id(self)]
+        return copied
 
     def __copy__(self) -> Tensor:
-        made = self.data
-        return nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+        view = self.data
+        return nn.Parameter(view, self.requires_grad) if isinstance(self, nn.Parameter) else view
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made: Any = self._plain()
-        vars(made).update(_own(self))
-        return made.__reduce_ex__(protocol)
+        plain: Any = self._plain()
+        vars(plain).update(_own(self))
+        return plain.__reduce_ex__(protocol)
 
     def numpy(self, **kwargs: Any) -> Any:
         """Return the values as an array of NumPy's: a copy, which therefore cannot be written."""
-        found = self.detach().clone().numpy(**kwargs) if not self.requires_grad or kwargs.get("force") else None
-        if found is None:
+        array = self.detach().clone().numpy(**kwargs) if not self.requires_grad or kwargs.get("force") else None
+        if array is None:
             return torch.empty(0, requires_grad=True).numpy()  # which torch refuses
-        found.flags.writeable = False
-        return found
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         """Return the values as numbers."""
         return self.detach().clone().tolist()
 
     def data_ptr(self) -> int:
-        """Return where FP32 values lie: in memory of their own, from here to the next cast or step.
+        """Return the address of the FP32 values, which are lent: they have memory until the next cast or step.
 
-        Some readers of addresses are kernels, which read and write there; to others they are keys.
+        Some readers of addresses are kernels, which read and write there; to others an address is a key.
         """
         return self.widen(is_lent=True).data_ptr()
 
     def storage(self) -> Any:
-        """Return the memory that :meth:`data_ptr` lends, as safetensors asks for it."""
-        found: Any = self.widen(is_lent=True)
-        return found.storage()
+        """Return the memory that :meth:`data_ptr` lends, which safetensors reads."""
+        values: Any = self.widen(is_lent=True)
+        return values.storage()
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
 
     def share_memory_(self) -> Any:
         """Move both halves to memory that processes share."""
-        each: Any
-        for each in (self.hi, self.lo, *([] if self.cell.decoded is None else [self.cell.decoded])):
-            each.share_memory_()
+        tensor: Any
+        for tensor in (self.hi, self.lo, *([] if self.cell.decoded is None else [self.cell.decoded])):
+            tensor.share_memory_()
         return self
 
     def is_shared(self) -> bool:
@@ -323,8 +323,8 @@ class Halves(Tensor):
 
     @property
     def data(self) -> Any:
-        """The same memory without autograd; or other values, as for any tensor, and wherever these lie."""
-        return self._seen(_same)
+        """The same memory without autograd. Assigning a tensor replaces the values, layout and device."""
+        return self._seen(Tensor.detach)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -332,26 +332,22 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            if not (lies_alone(self.hi) and lies_alone(self.lo)):  # a program keeps what param.data was
-                self.hi, self.lo = (torch.empty_like(value, dtype=each.dtype) for each in (self.hi, self.lo))
-            # It lies where the other lies.
+            if not (lies_alone(self.hi) and lies_alone(self.lo)):  # a program holds the former param.data
+                self.hi, self.lo = (torch.empty_like(value, dtype=half.dtype) for half in (self.hi, self.lo))
+            # The values are in the memory of the assigned tensor, so that a write to either is seen in both.
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value.detach())
 
 
-def _same(half: Tensor) -> Tensor:
-    return half.detach()
-
-
 def _lies_within(tensor: Halves) -> bool:
-    """Whether a tensor is not all of what its values are a part of."""
+    """Whether a tensor is a view of a part of its values, and not of all."""
     values = tensor.cell.decoded
     return tensor.is_part and (values is None or values.shape != tensor.shape)
 
 
 def _own(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that a program has given a tensor."""
+    """Return the attributes that a program has set on a tensor."""
     return {name: value for name, value in vars(tensor).items() if name not in _ATTRIBUTES}
 
 
@@ -390,11 +386,15 @@ def _kind(func: Any) -> str:
 
 @functools.cache
 def _written(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...]:
-    """Return the places and names of the arguments that an operation writes."""
+    """Return the indices and names of the arguments that an operation writes."""
     arguments = enumerate(func._schema.arguments)
     if writes_first(func):
         return ((0, func._schema.arguments[0].name),)
-    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+    return tuple(
+        (i, argument.name)
+        for i, argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _note_read(weight: Halves) -> None:
@@ -410,7 +410,7 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Give a view of other bits: the values lie in FP32 from here on, since it may be written."""
+    """Return a view with other bits than the values'; they stay in FP32 from here on, since the view may be written."""
     weight = args[0]
     _note_read(weight)
     weight.widen()
@@ -419,12 +419,12 @@ def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_reshaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse to give a tensor another shape, or another memory, in place.
+    """Refuse an operation that changes a tensor's shape, or its memory, in place.
 
     Raises:
         UnsupportedError: Always.
     """
-    name = next((each.path for each in args if isinstance(each, Halves)), "")
+    name = next((value.path for value in args if isinstance(value, Halves)), "")
     raise UnsupportedError(
         f"{f'the parameter {name}' if name else 'a parameter'} cannot take another shape in place",
         where=str(func),
@@ -438,12 +438,12 @@ def _as_like(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
-    """Copy elsewhere, or in another order, as halves; or cast."""
+    """Return a copy on another device or in another memory order, in halves; or a cast."""
     weight, dtype = args[0], kwargs.get("dtype")
     if weight.cell.decoded is None and dtype in (None, torch.float32):
         _note_read(weight)
-        others = {name: value for name, value in kwargs.items() if name != "dtype"}
-        return weight._copied(func(weight.hi, **others), func(weight.lo, **others))
+        options = {name: value for name, value in kwargs.items() if name != "dtype"}
+        return weight._copied(func(weight.hi, **options), func(weight.lo, **options))
     if weight.cell.decoded is None and dtype is weight.hi.dtype:
         _note_read(weight)
         return func(weight.hi, **kwargs)
@@ -472,12 +472,12 @@ def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
         return _as_any(func, args, kwargs)
     _note_read(weight)
     rows = indices.reshape(-1)
-    hi, lo = (each.index_select(0, rows) for each in (weight.hi, weight.lo))
+    hi, lo = (half.index_select(0, rows) for half in (weight.hi, weight.lo))
     return decoded(hi, lo).view(*indices.shape, *weight.shape[1:])
 
 
 def _as_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Write other values, which are not decoded first."""
+    """Write other values; the present ones are not decoded first."""
     to, source = args[:2]
     value = source
     if isinstance(source, Halves):
@@ -490,49 +490,51 @@ def _as_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_composite(func: Any, args: Any, kwargs: Any) -> Any:
-    """Carry out what torch composes of others: in inference mode it comes whole."""
+    """Carry out the parts of an operation that torch composes of others; in inference mode it is dispatched whole."""
     return func.decompose(*args, **kwargs)
 
 
 def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
-    """Refuse an operation that may write what its schema does not say.
+    """Refuse an operation that may write an argument without its schema saying so.
 
     Raises:
         UnsupportedError: Always.
     """
-    found = [each for each in tensors((args, kwargs)) if isinstance(each, Halves)]
-    raise no_memory(found[0].path if found else "", str(func))
+    weights = [tensor for tensor in tensors((args, kwargs)) if isinstance(tensor, Halves)]
+    raise no_memory(weights[0].path if weights else "", str(func))
 
 
-def _as_wide(values: list[Any]) -> list[Any] | None:
-    """Return a list with FP32 tensors in the places of halves that lie there; ``None`` where some lie otherwise."""
-    wides = [each.cell.decoded if isinstance(each, Halves) else each for each in values]
-    halves = [each for each in values if isinstance(each, Halves)]
-    return None if any(map(is_, wides, repeat(None))) or any(map(_IS_PART, halves)) else wides
+def _with_decoded(values: list[Any]) -> list[Any] | None:
+    """Return a list with FP32 values for its halves; ``None`` where a half is not decoded, or is a view."""
+    plain = [tensor.cell.decoded if isinstance(tensor, Halves) else tensor for tensor in values]
+    halves = [tensor for tensor in values if isinstance(tensor, Halves)]
+    return None if any(map(is_, plain, repeat(None))) or any(map(_IS_PART, halves)) else plain
 
 
 def _in_lists(func: Any, args: Any, kwargs: Any) -> bool:
-    """Carry out what an optimizer does to lists of parameters while they lie in FP32; False where that is not so.
+    """Carry out an operation on lists of parameters that are all decoded, as an optimizer's; False where one is not.
 
     **Cost**: few calls of Python's whatever the length of the lists.
     """
     if torch.is_grad_enabled() or func._schema.returns:
         return False
     lists = {
-        place: each for place, each in enumerate(args) if type(each) is list and each and isinstance(each[0], Tensor)
+        index: argument
+        for index, argument in enumerate(args)
+        if type(argument) is list and argument and isinstance(argument[0], Tensor)
     }
-    wides = {place: _as_wide(each) for place, each in lists.items()}
-    if None in wides.values() or any(isinstance(each, Halves) for each in (*args, *kwargs.values())):
+    plain_lists = {index: _with_decoded(argument) for index, argument in lists.items()}
+    if None in plain_lists.values() or any(isinstance(argument, Halves) for argument in (*args, *kwargs.values())):
         return False
-    func(*(wides.get(place, each) for place, each in enumerate(args)), **kwargs)
-    for place, _ in _written(func):
-        if place in lists:
-            increment_version(lists[place])  # of plain ones beside halves, too: torch counts nothing below them
+    func(*(plain_lists.get(index, argument) for index, argument in enumerate(args)), **kwargs)
+    for index, _ in _written(func):
+        if index in lists:
+            increment_version(lists[index])  # of plain ones beside halves, too: torch counts nothing below them
     return True
 
 
 def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any:
-    """Read FP32 values, and write back what was written."""
+    """Carry out an operation on FP32 values, and store in halves those that it has written."""
     if args and type(args[0]) is list:
         if STEP.parts is not None and STEP.parts(func, args, kwargs):
             return None
@@ -540,57 +542,58 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
             return None
     seen: dict[int, tuple[Halves, Tensor]] = {}
 
-    def value(each: Halves) -> Tensor:
-        if id(each) not in seen:
-            _note_read(each)
-            seen[id(each)] = each, each.value()
-        return seen[id(each)][1]
+    def decode(weight: Halves) -> Tensor:
+        if id(weight) not in seen:
+            _note_read(weight)
+            seen[id(weight)] = weight, weight.value()
+        return seen[id(weight)][1]
 
     if _NESTED.isdisjoint(map(type, args)) and _NESTED.isdisjoint(map(type, kwargs.values())):
-        given = [value(each) if isinstance(each, Halves) else each for each in args]
-        named = {name: value(each) if isinstance(each, Halves) else each for name, each in kwargs.items()}
+        plain_args = [decode(value) if isinstance(value, Halves) else value for value in args]
+        plain_kwargs = {name: decode(value) if isinstance(value, Halves) else value for name, value in kwargs.items()}
     else:
-        given, named = mapped((args, kwargs), value, Halves)
-    writes, kind = _written(func), next((each.device.type for each, _ in seen.values()), "cpu")
-    if writes and may_alias and len({id(each.cell) for each, _ in seen.values()}) < len(seen):
-        return _as_aliases(func, args, kwargs, [each for each, _ in seen.values()])
-    dtype = None if writes else autocast_dtype(kind)
+        plain_args, plain_kwargs = mapped((args, kwargs), decode, Halves)
+    weights = [weight for weight, _ in seen.values()]
+    writes, device_type = _written(func), weights[0].device.type if weights else "cpu"
+    if writes and may_alias and len({id(weight.cell) for weight in weights}) < len(weights):
+        return _as_aliases(func, args, kwargs, weights)
+    dtype = None if writes else autocast_dtype(device_type)
     if dtype is None:
-        out = func(*given, **named)
+        out = func(*plain_args, **plain_kwargs)
     else:  # what torch composes in C++ casts inside, as it does for plain tensors
-        with torch.autocast(kind, dtype):
-            out = func(*given, **named)
+        with torch.autocast(device_type, dtype):
+            out = func(*plain_args, **plain_kwargs)
     if not writes:
         return out
     if is_collective(func):
         out = ended(out)
     back: dict[int, Halves] = {}
-    for place, name in writes:
-        target = args[place] if place < len(args) else kwargs.get(name)
-        many = isinstance(target, list | tuple)
+    for index, name in writes:
+        target = args[index] if index < len(args) else kwargs.get(name)
+        is_list = isinstance(target, list | tuple)
         written = list(tensors(target))
-        for each in [one for one in written if isinstance(one, Halves)]:
-            values = seen[id(each)][1]
-            back[id(values)] = each
-            if each.cell.decoded is None:
-                each.assign(values)
-        if many and (counted := [each for each in written if not each.is_inference()]):
+        for weight in [tensor for tensor in written if isinstance(tensor, Halves)]:
+            values = seen[id(weight)][1]
+            back[id(values)] = weight
+            if weight.cell.decoded is None:
+                weight.assign(values)
+        if is_list and (counted := [tensor for tensor in written if not tensor.is_inference()]):
             increment_version(counted)
     if isinstance(out, Tensor):
         return back.get(id(out), out)
-    return mapped(out, lambda each: back.get(id(each), each)) if back else out
+    return mapped(out, lambda tensor: back.get(id(tensor), tensor)) if back else out
 
 
 def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any:
-    """Carry out what writes tensors of which some share memory: while it runs, their values lie in FP32."""
-    here = {id(each.cell): each for each in weights if each.cell.decoded is None}
-    for each in here.values():
-        each.widen(is_lent=True)
+    """Carry out an operation that writes tensors of which some share memory; meanwhile they are decoded."""
+    undecoded = {id(weight.cell): weight for weight in weights if weight.cell.decoded is None}
+    for weight in undecoded.values():
+        weight.widen(is_lent=True)
     try:
         return _as_any(func, args, kwargs, may_alias=False)
     finally:
-        for each in here.values():
-            each.store_lent()
+        for weight in undecoded.values():
+            weight.store_lent()
 
 
 _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
@@ -603,86 +606,86 @@ _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
 # Identity ---------------------------------------------------------------------------------------------------------
 
 
-def become(tensor: Any, made: Tensor) -> None:
-    """Let a tensor be another one, and stay the object that it is, with its hooks and what programs have noted on it.
+def become(tensor: Any, successor: Tensor) -> None:
+    """Replace a tensor's contents by another's; it stays the same object, with its hooks and a program's attributes.
 
-    A gradient that a graph of before computes reaches it, too.
+    A gradient that an earlier graph computes reaches it, too.
 
     Args:
         tensor: A parameter, or any tensor.
-        made: What it becomes; not to be used any more.
+        successor: The tensor whose contents it takes over; not to be used afterwards.
 
     Raises:
         UnsupportedError: Something in C++ refers to the tensor; nothing was changed.
     """
-    if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
-        made = nn.Parameter(made, tensor.requires_grad)
-    own, gradient = _own(tensor), tensor.grad if tensor.is_leaf else None
+    if isinstance(tensor, nn.Parameter) and not isinstance(successor, nn.Parameter):
+        successor = nn.Parameter(successor, tensor.requires_grad)
+    attributes, gradient = _own(tensor), tensor.grad if tensor.is_leaf else None
     try:
-        _SWAP(tensor, made)
+        _SWAP(tensor, successor)
     except RuntimeError as error:
-        name = getattr(tensor, "path", "") or getattr(made, "path", "")
+        name = getattr(tensor, "path", "") or getattr(successor, "path", "")
         raise UnsupportedError(
             f"the parameter {name or '…'} cannot be stored otherwise now",
-            where=f"{type(tensor).__name__} → {type(made).__name__}",
+            where=f"{type(tensor).__name__} → {type(successor).__name__}",
             why="something in C++ refers to it, as what torch.profiler has recorded with record_shapes does",
             write="del what was recorded, first",
         ) from error
-    tensor.__class__, made.__class__ = type(made), type(tensor)
-    tensor.__dict__, made.__dict__ = {**vars(made), **own}, {}
-    made.grad = None
+    tensor.__class__, successor.__class__ = type(successor), type(tensor)
+    tensor.__dict__, successor.__dict__ = {**vars(successor), **attributes}, {}
+    successor.grad = None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(tensor, name, None)) is not None:  # an empty one, too: hooks that come later go there
             setattr(tensor, name, hooks)
     if gradient is not None and gradient.shape == tensor.shape:
         tensor.grad = gradient.to(tensor.dtype)
-    if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
+    if successor.requires_grad and successor.is_leaf:  # graphs of before know the other: it lives as long as they do
         hand_on = functools.partial(_hand_on, weakref.ref(tensor))
-        made.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+        successor.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
 
 
 def _hand_on(to: Callable[[], Tensor | None], before: Tensor) -> None:
-    """Give the gradient that a graph of before has computed to the tensor that it was computed for."""
-    found, before.grad = before.grad, None
-    if (tensor := to()) is not None and found is not None:
-        found = found.to(tensor.dtype)
-        tensor.grad = found if tensor.grad is None else tensor.grad + found
+    """Move the gradient that an earlier graph has computed to the tensor that it belongs to now."""
+    gradient, before.grad = before.grad, None
+    if (tensor := to()) is not None and gradient is not None:
+        gradient = gradient.to(tensor.dtype)
+        tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
 
 
 def in_halves(param: Tensor) -> Halves | None:
-    """Return the halves of a parameter, of a DTensor this rank's; ``None`` where it is stored plainly, or for now is.
+    """Return the halves of a parameter, of a DTensor this rank's; ``None`` while it is stored plainly or decoded.
 
     Args:
         param: Any tensor.
     """
-    here = local(param)
-    if not isinstance(here, Halves):
+    weight = local(param)
+    if not isinstance(weight, Halves):
         return None
-    if here.cell.is_lent:
-        here.store_lent()
-    return here if here.cell.decoded is None else None
+    if weight.cell.is_lent:
+        weight.store_lent()
+    return weight if weight.cell.decoded is None else None
 
 
 def halves_among(tensors: list[Tensor]) -> tuple[list[Halves], list[Tensor]]:
-    """Tell the tensors of halves from the others, of DTensors this rank's; what is lent is stored again.
+    """Return the tensors in halves, and the plain ones, of DTensors this rank's; lent values are stored again.
 
-    **Cost**: loops of C's, few calls of Python's whatever their number.
+    **Cost**: loops in C, few calls of Python's whatever the number of tensors.
     """
-    here = locals_of(tensors)
-    kinds = [*map(type, here)]
-    others = {kind for kind in {*kinds} if not issubclass(kind, Halves)}
-    are_others = [*map(others.__contains__, kinds)]
-    found: list[Any] = [*compress(here, map(not_, are_others))]
-    for each in compress(found, map(_IS_LENT, found)):
-        each.store_lent()
-    return found, [*compress(here, are_others)]
+    own_tensors = locals_of(tensors)
+    classes = [*map(type, own_tensors)]
+    plain_classes = {cls for cls in {*classes} if not issubclass(cls, Halves)}
+    are_plain = [*map(plain_classes.__contains__, classes)]
+    halves: list[Any] = [*compress(own_tensors, map(not_, are_plain))]
+    for weight in compress(halves, map(_IS_LENT, halves)):
+        weight.store_lent()
+    return halves, [*compress(own_tensors, are_plain)]
 
 
 def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: str) -> Tensor:
     get_ready(hi)
-    made: Any = Halves(hi, lo)
-    made.path = name
-    return nn.Parameter(made, requires_grad) if is_param else made
+    weight: Any = Halves(hi, lo)
+    weight.path = name
+    return nn.Parameter(weight, requires_grad) if is_param else weight
 
 
 def _shared(tensor: Any) -> Any:

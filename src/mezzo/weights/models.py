@@ -1,4 +1,4 @@
-"""A model whose weights are stored in halves: how it comes to that and back, how it is saved, loaded and copied."""
+"""Models whose weights are stored in halves: storing and restoring them, and plain state dicts, copies and pickles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OF_HOOKS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwarg
 
 
 def of_halves(param: Tensor) -> bool:
-    """Whether a parameter, or this rank's shard of it, is a tensor of halves, wherever its value lies for now."""
+    """Whether a parameter, or this rank's shard of it, is stored in halves, even if it is decoded for now."""
     return isinstance(local(param), Halves)
 
 
@@ -53,46 +53,46 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         dtypes: Parameters in FP32 or 16 bits, each with the dtype of its high half.
         names: What errors call them.
 
-    **Cost**: a pass over each. 4 bytes a weight; FP32 memory is let go one by one. Finite values beyond the range of a
-    dtype become infinite: whoever decides what is stored has looked.
+    **Cost**: a pass over each. 4 bytes a weight; FP32 memory is freed one by one. Finite values beyond the range of a
+    dtype become infinite: the caller has checked the range.
     """
     if dtypes:
         watch_steps()
     for param, dtype in dtypes.items():
-        here = local(param.detach())
-        if isinstance(here, Halves):  # of two models that share it
+        own_values = local(param.detach())
+        if isinstance(own_values, Halves):  # of two models that share it
             continue
-        made = _encoded(here, dtype, HeldShard if is_distributed(param) else Halves)
-        made.path = names[param]
+        weight = _encoded(own_values, dtype, HeldShard if is_distributed(param) else Halves)
+        weight.path = names[param]
         try:
-            _replace(param, made)
+            _replace(param, weight)
         except UnsupportedError:
             gc.collect()  # what is only part of a cycle refers to nothing
-            _replace(param, made)
+            _replace(param, weight)
 
 
-def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) -> Halves:
-    wide = values.to(torch.float32)
-    high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
-    encode_into(wide, high, low)
+def _encoded(values: Tensor, dtype: torch.dtype, cls: type[Halves] = Halves) -> Halves:
+    fp32 = values.to(torch.float32)
+    high, remainder = torch.empty_like(fp32, dtype=dtype), torch.empty_like(fp32, dtype=torch.int16)
+    encode_into(fp32, high, remainder)
     get_ready(high)
-    made: Halves = kind(high, low)
-    return made
+    weight: Halves = cls(high, remainder)
+    return weight
 
 
 @torch.no_grad()
 def restore(params: Iterable[Tensor]) -> None:
     """Store parameters plainly again, in FP32; each stays the object that it is.
 
-    What something in C++ refers to stays in halves, FP32 to everybody still, and a warning names it.
+    A parameter that C++ code refers to stays in halves, still FP32 to every reader, and a warning names it.
     """
     waiting = [param for param in params if of_halves(param)]
     for ends in (False, True):
         refused = list[Tensor]()
         for param in waiting:
-            here: Any = local(param.detach())
+            weight: Any = local(param.detach())
             try:
-                _replace(param, here.value())
+                _replace(param, weight.value())
             except UnsupportedError:
                 refused.append(param)
         if not (waiting := refused):
@@ -109,7 +109,7 @@ def restore(params: Iterable[Tensor]) -> None:
 
 
 def _replace(param: Tensor, value: Tensor) -> None:
-    """Let a parameter hold another tensor, and stay the object that it is."""
+    """Replace a parameter's values by another tensor; it stays the same object."""
     if is_distributed(param):
         gradient, param.grad = param.grad, None
         hold_locally(param, value)
@@ -121,19 +121,18 @@ def _replace(param: Tensor, value: Tensor) -> None:
 
 
 def hide_storage(model: nn.Module, *, is_low: bool = False) -> Callable[[], None]:
-    """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
+    """Hide how a model stores its weights: state dicts hold plain FP32 values, copies and pickles are plain models.
 
-    ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
-    ``model.half()`` and other casts of what is stored in halves are refused. The weights lie in a state dict's tensors
-    until the next cast of them or the next step, so that what a program writes there, it writes to them, as for plain
-    ones; from then on the state dict holds what they were.
+    ``load_state_dict(assign=True)`` writes into the present parameters, which an optimizer refers to. ``model.half()``
+    and other casts of halves are refused. Until the next cast or step a state dict's tensors are the weights' memory,
+    so that a program's writes to them reach the weights, as for plain ones; from then on they are copies.
 
     Args:
         model: The model.
         is_low: Whether its weights are stored in 16 bits. The programs that torch makes of it are in FP32.
 
     Returns:
-        What ends it.
+        A function that undoes it.
     """
     undo, hook = ExitStack(), _StateHook(model)
     _PROGRAMS.open()
@@ -153,13 +152,13 @@ def hide_storage(model: nn.Module, *, is_low: bool = False) -> Callable[[], None
 
 
 def hides_storage(module: nn.Module) -> bool:
-    """Whether a module is part of a model that :func:`hide_storage` was given, and has not ended."""
+    """Whether a module is part of a model under :func:`hide_storage`."""
     return "_mezzo_hidden" in module.__dict__
 
 
 def _unhide(module: nn.Module, count: list[int]) -> None:
     count[0] -= 1
-    for name in () if count[0] else _BOUND:  # another model may have the module, too
+    for name in () if count[0] else _BOUND:  # another model that hides its storage may have the module, too
         if name != "_mezzo_prepared":
             vars(module).pop(name, None)
 
@@ -173,14 +172,14 @@ def named_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """How many bytes the parameters of a model take, by where they lie; buffers are not counted.
+    """How many bytes the parameters of a model take, by how they are stored; buffers are not counted.
 
     Attributes:
         high: High halves.
         low: Low halves.
         plain: Parameters that are stored plainly.
         count: How many parameters, in elements, are stored in halves.
-        total_count: How many there are.
+        total_count: How many elements all parameters have.
     """
 
     high: int
@@ -195,10 +194,10 @@ class Bytes:
 
 
 def halves(model: nn.Module) -> Bytes:
-    """Tell how many bytes of a model's parameters lie where.
+    """Return how many bytes a model's parameters take: high halves, low halves and plain ones.
 
     Args:
-        model: Any; of what is sharded, this rank's shards count.
+        model: Any; of a sharded one, this rank's shards count.
 
     Example:
         >>> import mezzo, torch
@@ -207,15 +206,19 @@ def halves(model: nn.Module) -> Bytes:
         >>> print(halves(model))
         32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
     """
-    high = low = plain = count = total = 0
+    high_bytes = remainder_bytes = plain_bytes = count = total = 0
     for param in model.parameters():
-        here = local(param)
-        total += here.numel()
-        if isinstance(here, Halves) and (here.cell.decoded is None or here.cell.is_lent):
-            high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
+        own_tensor = local(param)
+        total += own_tensor.numel()
+        if isinstance(own_tensor, Halves) and (own_tensor.cell.decoded is None or own_tensor.cell.is_lent):
+            high_bytes, remainder_bytes, count = (
+                high_bytes + 2 * own_tensor.numel(),
+                remainder_bytes + 2 * own_tensor.numel(),
+                count + own_tensor.numel(),
+            )
         else:
-            plain += here.numel() * here.element_size()
-    return Bytes(high, low, plain, count, total)
+            plain_bytes += own_tensor.numel() * own_tensor.element_size()
+    return Bytes(high_bytes, remainder_bytes, plain_bytes, count, total)
 
 
 # State dicts ----------------------------------------------------------------------------------------------
@@ -231,7 +234,7 @@ class _StateHook:
         return _StateHook, ()
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put plain values in the places of halves; ``keep_vars=True`` shows parameters."""
+        """Replace the halves in a state dict by plain values; with ``keep_vars=True`` they stay parameters."""
         if self._root is None:
             return
         for key, tensor in named_in(module, prefix):
@@ -240,7 +243,7 @@ class _StateHook:
                 state[key] = held_as(here.lend(), tensor)
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-        """Refuse what FP16 halves do not hold; write what is to be assigned into the parameters that are there.
+        """Refuse values that FP16 halves cannot hold; write values to be assigned into the present parameters.
 
         Raises:
             NumericsError: Values beyond the range of the high half's dtype. Nothing was loaded.
@@ -265,10 +268,10 @@ class _StateHook:
 
 
 def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator[MezzoError]:
-    """Yield what stands against loading a state dict into a model, with all its parts."""
+    """Yield an error if a state dict has values that a model's halves, or those of its parts, cannot hold."""
     values = dict[str, tuple[Tensor, Tensor]]()
-    for path, each in module.named_modules():
-        for key, tensor in named_in(each, f"{prefix}{path}." if path else prefix):
+    for path, part in module.named_modules():
+        for key, tensor in named_in(part, f"{prefix}{path}." if path else prefix):
             value, halves = state.get(key), in_halves(tensor)
             if halves is None or halves.hi.dtype != torch.float16 or not isinstance(value, Tensor):
                 continue
@@ -279,8 +282,8 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
     params = [param for param, _ in values.values()]
     device = next((param.device for param in params if not param.is_meta), torch.device("cpu"))
     flags = torch.tensor([is_beyond(value, torch.float16) for _, value in values.values()], device=device)
-    found = flags_of_all(flags, params).tolist()  # of a sharded one every rank knows its own part
-    large = [key for key, is_large in zip(values, found, strict=True) if is_large]
+    are_large = flags_of_all(flags, params).tolist()  # of a sharded parameter each rank has checked its shard
+    large = [key for key, is_large in zip(values, are_large, strict=True) if is_large]
     if large:
         yield NumericsError(
             "the state dict has weights beyond the range of the model's halves",
@@ -292,7 +295,7 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
 # Programs that torch makes of a model -----------------------------------------------------------------------
 
 
-#: What makes them: the public functions, and what these and ``torch.onnx.export`` call in their turn.
+#: The functions that make them: the public ones, and those that these and ``torch.onnx.export`` call.
 _MAKERS: Final = (
     "torch.jit.trace_module",
     "torch.jit._trace.trace_module",
@@ -305,29 +308,29 @@ _MAKERS: Final = (
 
 
 class _Programs:
-    """Functions of torch's that make a program of a model: while models are followed, they get plain copies of these.
+    """Patches of torch's functions that make a program of a model: they get plain copies of models that hide storage.
 
-    A program that is saved or handed on can do nothing with hooks and halves. A region that is around it acts on both.
+    A saved program cannot use hooks and halves. A region around the program's call acts on it as on the model.
     """
 
     def __init__(self) -> None:
         self._lock, self._count, self._undo = threading.RLock(), 0, ExitStack()
 
     def open(self) -> None:
-        """Begin, for one model more."""
+        """Patch the functions, if this is the first model."""
         with self._lock:
             self._count += 1
             for path in _MAKERS if self._count == 1 else ():
-                place, _, name = path.rpartition(".")
-                self._bind(importlib.import_module(place), name)
+                module_name, _, name = path.rpartition(".")
+                self._bind(importlib.import_module(module_name), name)
 
-    def _bind(self, place: Any, name: str) -> None:
-        plain = getattr(place, name, None)
-        if plain is not None:  # a release may have another way
-            self._undo.callback(patch(place, name, functools.wraps(plain)(partial(_of_copies, plain))))
+    def _bind(self, module: Any, name: str) -> None:
+        maker = getattr(module, name, None)
+        if maker is not None:  # a private function, which a release of torch may not have
+            self._undo.callback(patch(module, name, functools.wraps(maker)(partial(_of_copies, maker))))
 
     def close(self) -> None:
-        """End, for one model."""
+        """Undo the patches, if no other model needs them."""
         with self._lock:
             self._count -= 1
             if not self._count:
@@ -337,21 +340,22 @@ class _Programs:
 _PROGRAMS: Final = _Programs()
 
 
-def _of_copies(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return plain(*map(_as_plain, args), **{name: _as_plain(value) for name, value in kwargs.items()})
+def _of_copies(maker: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return maker(*map(_as_plain, args), **{name: _as_plain(value) for name, value in kwargs.items()})
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a plain FP32 copy of a model that has followed parts; anything else as it is."""
+    """Return a plain FP32 copy of a model that hides its storage, or has such a part; any other value as it is."""
     if not isinstance(value, nn.Module) or not any(map(hides_storage, value.modules())):
         return value
-    # Of what a forward pass has left in a module no deep copy is made.
-    left = [each for module in value.modules() for each in tensors(vars(module)) if each.grad_fn is not None]
-    made = copy.deepcopy(value, {id(each): each.detach() for each in left})
+    # Tensors with a graph, which a forward pass may have left in a module, cannot be copied deeply.
+    outputs = [tensor for module in value.modules() for tensor in tensors(vars(module)) if tensor.grad_fn is not None]
+    copied = copy.deepcopy(value, {id(tensor): tensor.detach() for tensor in outputs})
     if any("_mezzo_low" in vars(module) for module in value.modules()):
-        for tensor in (each for each in (*made.parameters(), *made.buffers()) if each.dtype in LOW):
-            tensor.data = tensor.data.float()
-    return made
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            if tensor.dtype in LOW:
+                tensor.data = tensor.data.float()
+    return copied
 
 
 def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -372,43 +376,43 @@ def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _copied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
-    """Return a plain module: the copy of one that is under a policy."""
+    """Return a plain copy of a module under a policy."""
     with _without_ours(module.modules()):
-        made: nn.Module = getattr(module, "__deepcopy__", partial(copy.deepcopy, module))(*args, **kwargs)
-    for each in made.modules():
-        ours = _ours(vars(each))
+        copied: nn.Module = getattr(module, "__deepcopy__", partial(copy.deepcopy, module))(*args, **kwargs)
+    for part in copied.modules():
+        ours = _ours(vars(part))
         for name in (*_HOOKS, *_OF_HOOKS):
-            table = vars(each)[name]
+            table = vars(part)[name]
             for key in ours & table.keys():
                 del table[key]
-    return made
+    return copied
 
 
 def _pickled(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Reduce a module to a plain one, whose parameters are those of an optimizer that is pickled beside it."""
     with _without_ours([module]):
-        made = module.__reduce_ex__(*args, **kwargs)
-        if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
-            state, ours = {**made[2]}, _ours(made[2])
+        reduced = module.__reduce_ex__(*args, **kwargs)
+        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+            state, ours = {**reduced[2]}, _ours(reduced[2])
             for name in state.keys() & {*_HOOKS, *_OF_HOOKS}:
-                state[name] = OrderedDict((key, each) for key, each in state[name].items() if key not in ours)
-            made = (*made[:2], state, *made[3:])
-    return made
+                state[name] = OrderedDict((key, hook) for key, hook in state[name].items() if key not in ours)
+            reduced = (*reduced[:2], state, *reduced[3:])
+    return reduced
 
 
 @contextmanager
 def _without_ours(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Take off modules, for now, the attributes that they have under a policy."""
+    """Remove from modules, inside the block, the attributes that they have under a policy."""
     taken: dict[nn.Module, dict[str, Any]] = {}
-    for each in modules:
-        names = vars(each)
-        bound = [name for name, value in names.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
-        taken[each] = {name: names.pop(name) for name in bound}
+    for module in modules:
+        attributes = vars(module)
+        bound = [name for name, value in attributes.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
+        taken[module] = {name: attributes.pop(name) for name in bound}
     try:
         yield
     finally:
-        for each, names in taken.items():
-            vars(each).update(names)
+        for module, attributes in taken.items():
+            vars(module).update(attributes)
 
 
 def _ours(names: Mapping[str, Any]) -> set[int]:
@@ -417,18 +421,18 @@ def _ours(names: Mapping[str, Any]) -> set[int]:
 
 
 def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
-    """Move a module, as its class's ``_apply`` does, and refuse to cast what a policy has stored.
+    """Move a module, as its class's ``_apply`` does, and refuse to cast parameters that a policy has stored.
 
     Args:
         module: The module.
-        *args: What its class takes: first what changes a tensor, which is called ``fn``.
-        **kwargs: By name.
+        *args: Those of its class's ``_apply``, the first of which, ``fn``, changes a tensor.
+        **kwargs: The same, by name.
 
     Raises:
-        StateError: It would.
+        StateError: The function casts.
     """
     change: Callable[[Tensor], Tensor] = args[0] if args else kwargs["fn"]
-    stored: dict[torch.dtype, str] = {}  # one of each dtype, of the parts too: they are changed before it
+    stored: dict[torch.dtype, str] = {}  # one name a dtype, also of submodules, which are changed before the module
     for name, param in module.named_parameters():
         if of_halves(param) or param.dtype in LOW:
             stored.setdefault(param.dtype, name)
@@ -441,16 +445,16 @@ def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
                 write="amp.close() (or prepared.remove()), which gives FP32 weights; copy.deepcopy(model) is a plain "
                 f"model; {both('fp32_param=' + exact(name))} stores it plainly; .to(device) alone may be called",
             )
-    here = {name: param for name, param in module._parameters.items() if param is not None and of_halves(param)}
-    every = module._parameters
-    plain = {name: param for name, param in every.items() if name not in here or is_distributed(here[name])}
+    halved = {name: param for name, param in module._parameters.items() if param is not None and of_halves(param)}
+    params = module._parameters
+    plain = {name: param for name, param in params.items() if name not in halved or is_distributed(halved[name])}
     vars(module)["_parameters"] = plain
     try:
         moved: nn.Module = type(module)._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
     finally:
-        vars(module)["_parameters"] = every
-    every.update(plain)
-    for name, param in here.items():
+        vars(module)["_parameters"] = params
+    params.update(plain)
+    for name, param in halved.items():
         if name not in plain:
             _move(param, change)
     return moved
@@ -458,26 +462,26 @@ def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
 
 @torch.no_grad()
 def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Let a parameter go where a change takes its halves, and its gradient with it."""
-    there = change(param.detach())
+    """Apply a change, such as ``.to(device)``, to a parameter's halves and to its gradient."""
+    moved = change(param.detach())
     gradient = None if param.grad is None else change(param.grad)
-    if not isinstance(there, Halves):  # of to_empty(), say
-        there = _encoded(there, param.hi.dtype, type(param))
-        there.path = param.path
-    if there.device != param.device or there.stride() != param.stride() or there.cell is not param.cell:
+    if not isinstance(moved, Halves):  # of to_empty(), say
+        moved = _encoded(moved, param.hi.dtype, type(param))
+        moved.path = param.path
+    if moved.device != param.device or moved.stride() != param.stride() or moved.cell is not param.cell:
         dtype, param.grad = param.grad_dtype, None
-        _replace(param, there)
+        _replace(param, moved)
         param.grad_dtype = dtype  # which may be none, where the gradient has 16 bits
         param.grad = gradient
 
 
 def _flattened(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: halves are handed to kernels one by one."""
+    """Do nothing: kernels get the weights in halves one by one, and not as one flat memory."""
 
 
-#: What a followed module has of its own, in the places of its class's.
+#: The methods that a module which hides its storage has in place of its class's.
 _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied, "_slow_forward": _traced,
 }  # fmt: skip
-#: What no copy has of it.
+#: The attributes of such a module that no copy of it gets.
 _BOUND: Final = ("_mezzo_hidden", "_mezzo_low", "_mezzo_prepared", "flatten_parameters", *_METHODS)

@@ -41,19 +41,19 @@ class _Piece(NamedTuple):
     """Elements of one parameter, in memory order.
 
     Attributes:
-        place: The parameter's in its list.
-        start: The first of them.
-        stop: The end of them.
-        is_whole: Whether these are all.
+        number: The parameter's, in its list.
+        start: The first element.
+        stop: The end.
+        is_whole: Whether the parameter has no other elements.
     """
 
-    place: int
+    number: int
     start: int
     stop: int
     is_whole: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return these elements of what belongs to the parameter; of what is a single number that."""
+        """Return these elements of the parameter's gradient or state; a single number as it is."""
         return tensor if self.is_whole or tensor.dim() == 0 else tensor.view(-1)[self.start : self.stop]
 
 
@@ -69,32 +69,32 @@ class FusedParts:
         self._is_ready = False
 
     def make_ready(self, params: list[Tensor]) -> None:
-        """Build the kernels that parameters want, which cannot be traced where torch's fused ones are dispatched.
+        """Build the kernels for parameters: they cannot be traced where torch's fused ones are dispatched.
 
-        What of them is lent is stored again.
+        Lent values are stored in halves again.
 
         Args:
-            params: Those of the optimizer.
+            params: The optimizer's.
         """
         if not self._is_ready:
-            found, _ = halves_among(params)
-            get_all_ready([*map(_HIGH, found)])
+            halves, _ = halves_among(params)
+            get_all_ready([*map(_HIGH, halves)])
             self._is_ready = True
         for plan in self._plans.values():
             plan.store_lent()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Run a kernel over lists; False where it is none that may be cut, or a parameter lies in FP32 for now."""
+        """Run a kernel over lists; False where it may not be cut, or a parameter is decoded for now."""
         if func not in _FUSED or torch.is_grad_enabled():
             return False
         key = tuple(map(id, args[0]))
         plan = self._plans.get(key)
         if plan is None or not plan.serves(args):
             self._plans.pop(key, None)
-            found, _ = halves_among(args[0])
-            if not _may_be_cut(found):
+            halves, _ = halves_among(args[0])
+            if not _may_be_cut(halves):
                 return False
-            if not are_ready([*map(_HIGH, found)]):  # they have come from another device
+            if not are_ready([*map(_HIGH, halves)]):  # they have come from another device
                 self._is_ready = False
                 return False
             if len(self._plans) == _MOST:  # where other parameters have gradients in each step
@@ -104,24 +104,24 @@ class FusedParts:
         return True
 
 
-def _may_be_cut(found: list[Halves]) -> bool:
-    """Whether there are parameters in halves, all of them whole, each once, and none in FP32 for now."""
+def _may_be_cut(halves: list[Halves]) -> bool:
+    """Whether there are parameters in halves, of which none is a view, stands twice or is decoded for now."""
     return (
-        len(found) > 0
-        and not any(map(_IS_PART, found))
-        and all(map(is_, map(_WIDE, found), repeat(None)))
-        and len({*map(id, map(_CELL, found))}) == len(found)
+        len(halves) > 0
+        and not any(map(_IS_PART, halves))
+        and all(map(is_, map(_WIDE, halves), repeat(None)))
+        and len({*map(id, map(_CELL, halves))}) == len(halves)
     )
 
 
 class _Cuts:
-    """How the lists that one kernel is given are cut."""
+    """The cuts of the lists that one kernel is called with."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         self._params: list[Any] = args[0][:]
-        self._found, _ = halves_among(self._params)
-        self._high, self._low = [*map(_HIGH, self._found)], [*map(_LOW, self._found)]
-        self._plain = [place for place, each in enumerate(self._params) if not isinstance(each, Halves)]
+        self._halves, _ = halves_among(self._params)
+        self._high, self._remainders = [*map(_HIGH, self._halves)], [*map(_LOW, self._halves)]
+        self._plain = [index for index, high_part in enumerate(self._params) if not isinstance(high_part, Halves)]
         part = _CPU_PART if self._params[0].device.type == "cpu" else _DEVICE_PART
         parts = [*_parts(self._params, part, cuts=all(map(Tensor.is_contiguous, chain(*args[1:]))))]
         self._size = max(sum(piece.stop - piece.start for piece in pieces) for pieces in parts)
@@ -130,26 +130,31 @@ class _Cuts:
         self._parts: list[tuple[Exchange, list[Tensor], list[_Piece]]] = []
         for pieces in parts:
             *starts, _ = accumulate((piece.stop - piece.start for piece in pieces), initial=0)
-            high, low = ([piece.of(half(self._params[piece.place])) for piece in pieces] for half in (_HIGH, _LOW))
-            values = [scratch.as_strided(each.size(), each.stride(), at) for each, at in zip(high, starts, strict=True)]
-            self._parts.append((Exchange(high, low, values), values, pieces))
-        self._cut = {piece.place for pieces in parts for piece in pieces if not piece.is_whole}
+            high_parts, remainders = (
+                [piece.of(half(self._params[piece.number])) for piece in pieces] for half in (_HIGH, _LOW)
+            )
+            values = [
+                scratch.as_strided(high_part.size(), high_part.stride(), at)
+                for high_part, at in zip(high_parts, starts, strict=True)
+            ]
+            self._parts.append((Exchange(high_parts, remainders, values), values, pieces))
+        self._cut = {piece.number for pieces in parts for piece in pieces if not piece.is_whole}
 
     def serves(self, args: Sequence[Any]) -> bool:
-        """Whether these are the same parameters, in the same memory, and what is cut has no gaps."""
-        found = self._found
+        """Whether these are the same parameters, in the same memory, and cut tensors have no gaps."""
+        halves = self._halves
         return (
             all(map(is_, args[0], self._params))
-            and all(map(is_, map(_HIGH, found), self._high))
-            and all(map(is_, map(_LOW, found), self._low))
-            and all(map(is_, map(_WIDE, found), repeat(None)))
-            and all(each[place].is_contiguous() for each in args[1:] if each for place in self._cut)
+            and all(map(is_, map(_HIGH, halves), self._high))
+            and all(map(is_, map(_LOW, halves), self._remainders))
+            and all(map(is_, map(_WIDE, halves), repeat(None)))
+            and all(tensors[index].is_contiguous() for tensors in args[1:] if tensors for index in self._cut)
         )
 
     def store_lent(self) -> None:
-        """Store again what is lent."""
-        for each in compress(self._found, map(_IS_LENT, self._found)):
-            each.store_lent()
+        """Store lent values in halves again."""
+        for weight in compress(self._halves, map(_IS_LENT, self._halves)):
+            weight.store_lent()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Update the plain parameters, then those in halves, part by part."""
@@ -157,25 +162,25 @@ class _Cuts:
             self._scratch.resize_(4 * self._size)
         increment_version(self._params)  # before the first write: what ends the step in its middle is seen by it
         if self._plain:
-            func(*[[*map(each.__getitem__, self._plain)] if each else each for each in args], **kwargs)
+            func(*[[*map(tensors.__getitem__, self._plain)] if tensors else tensors for tensors in args], **kwargs)
         for exchange, values, pieces in self._parts:
             exchange.widen()
-            func(values, *[_taken(each, pieces) for each in args[1:]], **kwargs)
+            func(values, *[_taken(tensors, pieces) for tensors in args[1:]], **kwargs)
             exchange.store(values)
         self._scratch.resize_(0)
 
 
-def _taken(each: list[Tensor], pieces: list[_Piece]) -> list[Tensor]:
-    """Return what a list has for some pieces."""
-    if not each:
-        return each
-    return [each[piece.place] if piece.is_whole else piece.of(each[piece.place]) for piece in pieces]
+def _taken(tensors: list[Tensor], pieces: list[_Piece]) -> list[Tensor]:
+    """Return the elements of a list's tensors that belong to some pieces."""
+    if not tensors:
+        return tensors
+    return [tensors[piece.number] if piece.is_whole else piece.of(tensors[piece.number]) for piece in pieces]
 
 
 def _parts(params: list[Any], size: int, *, cuts: bool) -> Iterator[list[_Piece]]:
-    """Cut parameters into parts of so many elements; what has gaps is as large as it is, and all unless ``cuts``."""
+    """Yield parts of so many elements; a parameter with gaps stays whole, and without ``cuts`` each one does."""
     pieces, left = list[_Piece](), size
-    for place, param in enumerate(params):
+    for index, param in enumerate(params):
         if not isinstance(param, Halves):
             continue
         start, end = 0, param.numel()
@@ -183,7 +188,7 @@ def _parts(params: list[Any], size: int, *, cuts: bool) -> Iterator[list[_Piece]
             is_cut = cuts and start + left < end and param.hi.is_contiguous()
             stop = start + left // _TOGETHER * _TOGETHER if is_cut else end
             if stop > start or not end:
-                pieces.append(_Piece(place, start, stop, (start, stop) == (0, end)))
+                pieces.append(_Piece(index, start, stop, (start, stop) == (0, end)))
             left -= stop - start
             start = stop
             if is_cut or left <= 0:

@@ -1,7 +1,7 @@
-"""Weights in halves under torch's ``fully_shard``: the part that a rank holds, and what stands in the model while used.
+"""Weights in halves under torch's ``fully_shard``: a rank's shard, and the gathered weight of a forward pass.
 
-The high half is gathered, without a cast, and what arrives is what products read. The low half follows where something
-reads FP32 values: an embedding, a model that is called outside a region.
+The high half is gathered, without a cast, and products read it as it arrives. The low half is gathered when FP32 values
+are read: by an embedding, or by a model that is called outside a region.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CASTS: Final = frozenset({torch.ops.aten._to_copy.default, _LAZILY})
 
 
 class HeldShard(Halves):
-    """What a rank holds of a weight that is sharded: the local tensor of a DTensor.
+    """A rank's shard of a weight in halves: the local tensor of a DTensor.
 
     ``fully_shard`` looks for the methods here. What it makes to pad a part is in halves, too.
     """
@@ -35,9 +35,9 @@ class HeldShard(Halves):
         """Return zeros, in halves, as ``fully_shard`` asks for to pad what it holds."""
         if kwargs:
             return super().new_zeros(*size, **kwargs)
-        made: HeldShard = HeldShard(self.hi.new_zeros(*size), self.lo.new_zeros(*size))
-        made.path = self.path
-        return made
+        shard: HeldShard = HeldShard(self.hi.new_zeros(*size), self.lo.new_zeros(*size))
+        shard.path = self.path
+        return shard
 
     def is_pinned(self, *_: Any) -> bool:
         """Whether the halves lie in memory of the host's that a device can read."""
@@ -45,9 +45,9 @@ class HeldShard(Halves):
 
     def pin_memory(self, *_: Any) -> Any:
         """Return a copy in memory of the host's that a device can read."""
-        made: HeldShard = HeldShard(self.hi.pin_memory(), self.lo.pin_memory())
-        made.path = self.path
-        return made
+        shard: HeldShard = HeldShard(self.hi.pin_memory(), self.lo.pin_memory())
+        shard.path = self.path
+        return shard
 
     # The extension of FSDP2's all-gather ----------------------------------------------------------------------
 
@@ -80,27 +80,27 @@ class HeldShard(Halves):
         """Return the whole weight over what has arrived; or let ``out``, which lies there already, know of it."""
         if out is not None:
             if isinstance(here := local(out), Gathered):
-                here.cell.begin(sent)
+                here.cell.replace(sent)
             return None
         if sent is None:
             return outputs[0], ()
         whole: Gathered = Gathered(outputs[0])
         whole.cell, whole.path = Whole(), self.path
-        whole.cell.begin(sent)
-        return whole, whole.cell.kept
+        whole.cell.replace(sent)
+        return whole, whole.cell.freed
 
 
 def _padded(half: Tensor, rows: int) -> Tensor:
-    """Return a rank's part in as many rows as every rank sends."""
+    """Return a rank's part, with rows of zeros up to the number that every rank sends."""
     if half.shape[0] == rows:
         return half
-    made = half.new_zeros((rows, *half.shape[1:]))
-    made[: half.shape[0]].copy_(half)
-    return made
+    padded = half.new_zeros((rows, *half.shape[1:]))
+    padded[: half.shape[0]].copy_(half)
+    return padded
 
 
 class _Sent:
-    """What a rank has sent of a weight, and what it has not.
+    """The low half of a rank's part, which is sent only when FP32 values are read.
 
     Args:
         mesh: The ranks that hold parts.
@@ -127,30 +127,30 @@ class _Sent:
 
 
 class Whole(Cell):
-    """What a gathered weight shares with its views.
+    """The state that a gathered weight shares with its views.
 
     Attributes:
-        kept: What ``fully_shard`` is to free when it lets go of the weight: the low half, once it is here.
+        freed: Tensors that ``fully_shard`` frees together with the weight: the low half, once it was gathered.
     """
 
-    __slots__ = ("_sent", "kept")
+    __slots__ = ("_sent", "freed")
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.kept: list[Tensor] = []
+        self.freed: list[Tensor] = []
         self._sent: _Sent | None = None
 
-    def begin(self, sent: _Sent) -> None:
-        """Know that other values have arrived."""
-        self.kept.clear()
+    def replace(self, sent: _Sent) -> None:
+        """Discard the state of earlier values: others were gathered."""
+        self.freed.clear()
         self.decoded, self.is_lent, self._sent = None, False, sent
 
     def lo(self) -> Tensor:
-        """Return the low half, flat: gathered now, if it is not here."""
-        if not self.kept:
+        """Return the low half, flat; it is gathered at the first call."""
+        if not self.freed:
             assert self._sent is not None
-            self.kept.append(self._sent.gather())
-        return self.kept[0]
+            self.freed.append(self._sent.gather())
+        return self.freed[0]
 
 
 class Gathered(Halves):
@@ -165,18 +165,18 @@ class Gathered(Halves):
 
     @staticmethod
     def __new__(cls, hi: Tensor, lo: Tensor | None = None) -> Any:
-        """Make one whose low half is not here, or is known to be: where its use is traced."""
-        made: Any = Halves.__new__(cls, hi, hi if lo is None else lo)
+        """Make a weight without its low half; with it where its use is traced."""
+        weight: Any = Halves.__new__(cls, hi, hi if lo is None else lo)
         if lo is None:
-            del made.lo
-        return made
+            del weight.lo
+        return weight
 
     def __getattr__(self, name: str) -> Any:
         if name != "lo":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         with DisableTorchFunction(), without_dispatch_modes():
             whole, (of, here) = self.cell.lo(), vars(self).get("_low_half", (None, None))
-            if whole is not of:  # one tensor as long as it lies there: guards of compiled code know tensors by identity
+            if whole is not of:  # the same object until it is gathered again: compiled code guards tensors by identity
                 here = whole.as_strided(self.hi.size(), self.hi.stride(), self.hi.storage_offset())
                 vars(self)["_low_half"] = whole, here
             return here
@@ -195,16 +195,16 @@ class Gathered(Halves):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, name: str, size: Any, stride: Any) -> Halves:
-        made: Gathered = Gathered(inner["hi"], inner["lo"])
-        made.path = name
-        return made
+        weight: Gathered = Gathered(inner["hi"], inner["lo"])
+        weight.path = name
+        return weight
 
     def _seen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if "lo" in vars(self):
             return super()._seen(func, *args, **kwargs)
         hi = func(self.hi, *args, **kwargs)
-        return self._view(hi, None) if isinstance(hi, Tensor) else type(hi)(self._view(each, None) for each in hi)
+        return self._view(hi, None) if isinstance(hi, Tensor) else type(hi)(self._view(part, None) for part in hi)
 
     def _copied(self, hi: Tensor, lo: Tensor) -> Halves:
-        made: Halves = Halves(hi, lo)
-        return made
+        copied: Halves = Halves(hi, lo)
+        return copied

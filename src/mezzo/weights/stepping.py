@@ -1,4 +1,4 @@
-"""While an optimizer steps that knows of no halves, its parameters lie in FP32: once before, and once after."""
+"""Optimizers that do not read halves: their parameters are decoded before a step, and encoded after it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _ALIGNED: Final = 16
 def watch_steps() -> None:
     """Decode the parameters of each optimizer before its step, and encode them after it, from now on.
 
-    A matter of speed alone: an optimizer that nothing decodes for reads and writes the same values one operation at a
-    time; and what a step that raised has left in FP32 trains on so until the next one has ended.
+    This is for speed alone: without it an optimizer reads and writes the same values, one operation at a time. Values
+    that a step which raised has left decoded train on so, until the next step has ended.
     """
     with _WATCHING:
         if Halves not in _FOREACH_CLASSES:
@@ -50,10 +50,10 @@ def watch_steps() -> None:
 
 
 class _Decoded:
-    """Parameters of an optimizer that lie in FP32 while it steps.
+    """Parameters of an optimizer that are decoded while it steps.
 
     Args:
-        weights: Their halves, of those that share memory one: none of them lies in FP32.
+        weights: Their halves, one of those that share memory; none of them is decoded yet.
 
     **Cost**: 4 bytes an element during the step; 8 bytes read or written an element before it, and 8 after it.
     """
@@ -61,11 +61,12 @@ class _Decoded:
     def __init__(self, weights: list[Halves]) -> None:
         self._weights, self._memory = weights, in_memory(weights)
         self._parts = [
-            _Alike([weights[at] for at in places]) for places in alike([each.hi for each in weights]).values()
+            _Alike([weights[index] for index in indices])
+            for indices in alike([weight.hi for weight in weights]).values()
         ]
 
     def serves(self, weights: list[Halves]) -> bool:
-        """Whether these are the same, in the same memory."""
+        """Whether these are the same halves, in the same memory."""
         memory = in_memory(weights)
         return (
             len(weights) == len(self._weights)
@@ -74,38 +75,39 @@ class _Decoded:
         )
 
     def show(self) -> None:
-        """Let them lie in FP32."""
-        for part in self._parts:  # what fails for want of memory fails here
+        """Decode the parameters."""
+        for part in self._parts:  # a lack of memory raises here, before any of them is decoded
             part.take_memory()
         for part in self._parts:
             part.show()
 
     def store(self, *, keeps_memory: bool) -> bool:
-        """Store them in halves again, but those that were given other values to lie in meanwhile.
+        """Store the parameters in halves again, but those whose memory was replaced during the step.
 
         Args:
-            keeps_memory: Whether the FP32 values stay where they are: a captured graph writes there.
+            keeps_memory: Whether the FP32 memory is kept: a captured graph writes there.
 
         Returns:
-            Whether this can serve another step: nothing else lies in this memory.
+            Whether the object can serve another step: no other tensor uses its memory.
         """
         serve = [part.store(keeps_memory=keeps_memory) for part in self._parts]
         return all(serve)
 
 
 class _Alike:
-    """Those of them that are of one device, with high halves of one dtype: their FP32 values lie side by side."""
+    """Parameters of one device, with high halves of one dtype, whose FP32 values lie side by side in one memory."""
 
     def __init__(self, weights: list[Halves]) -> None:
-        high, low = zip(*(each.whole() for each in weights), strict=True)
-        *starts, total = accumulate((-(-each.numel() // _ALIGNED) * _ALIGNED for each in high), initial=0)
-        memory = torch.empty(total, dtype=torch.float32, device=high[0].device)
-        # The tensor is held: nothing is stored again meanwhile because nobody else lay there.
+        high_halves, remainders = zip(*(weight.whole() for weight in weights), strict=True)
+        *starts, total = accumulate((-(-high.numel() // _ALIGNED) * _ALIGNED for high in high_halves), initial=0)
+        memory = torch.empty(total, dtype=torch.float32, device=high_halves[0].device)
+        # The tensor is held, so that a cast during the step does not find the memory unused and store it in halves.
         self._weights, self._all, self._memory, self._size = weights, memory, memory.untyped_storage(), 4 * total
         self._values = [
-            memory.as_strided(each.size(), each.stride(), start) for each, start in zip(high, starts, strict=True)
+            memory.as_strided(high.size(), high.stride(), start)
+            for high, start in zip(high_halves, starts, strict=True)
         ]
-        self._exchange = Exchange(high, low, self._values)
+        self._exchange = Exchange(high_halves, remainders, self._values)
 
     def take_memory(self) -> None:
         if self._memory.nbytes() != self._size:
@@ -113,15 +115,15 @@ class _Alike:
 
     def show(self) -> None:
         self._exchange.widen()
-        for each, value in zip(self._weights, self._values, strict=True):
-            each.cell.decoded = value
+        for weight, value in zip(self._weights, self._values, strict=True):
+            weight.cell.decoded = value
 
     def store(self, *, keeps_memory: bool) -> bool:
         self._exchange.store(self._values)
         has_left = False
-        for each, value in zip(self._weights, self._values, strict=True):
-            if isinstance(each, Halves) and each.cell.decoded is value:
-                each.cell.decoded = None
+        for weight, value in zip(self._weights, self._values, strict=True):
+            if isinstance(weight, Halves) and weight.cell.decoded is value:
+                weight.cell.decoded = None
             else:  # a parameter may have become a plain one, in this memory
                 has_left = True
         if not keeps_memory and not has_left:
@@ -130,10 +132,10 @@ class _Alike:
 
 
 def written_by(params: Iterable[Tensor]) -> list[Halves]:
-    """Return the halves that a step over parameters will write: those with a gradient, of aliases one."""
-    found, _ = halves_among([param for param in params if param.grad is not None])
-    found = [*compress(found, map(is_, map(_WIDE, found), repeat(None)))]
-    return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
+    """Return the halves that a step over parameters will write: those with a gradient, one of several aliases."""
+    halves, _ = halves_among([param for param in params if param.grad is not None])
+    halves = [*compress(halves, map(is_, map(_WIDE, halves), repeat(None)))]
+    return [*dict(zip(map(id, map(_CELL, halves)), halves, strict=True)).values()]
 
 
 @never_compiled
@@ -162,7 +164,7 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
 @never_compiled
 @torch.no_grad()
 def stored_again(optimizer: Optimizer, *_: Any) -> None:
-    """Encode what was decoded for a step of an optimizer: after it, or after one that has raised."""
+    """Encode the parameters that were decoded for an optimizer's step: after it, or before the next if it raised."""
     names, STEP.parts = vars(optimizer), None
     if names.pop("_mezzo_shows", False) and not names["_mezzo_decoded"].store(
         keeps_memory="_mezzo_keeps_memory" in names
@@ -171,18 +173,18 @@ def stored_again(optimizer: Optimizer, *_: Any) -> None:
 
 
 def keep_memory(optimizer: Optimizer) -> object:
-    """Let what is decoded for steps of an optimizer keep its memory from now on, as a captured graph wants it.
+    """Keep the FP32 memory of an optimizer's steps between them from now on, for a captured graph that writes there.
 
     Returns:
-        What has that memory, if there is any yet: for the graph to hold.
+        The owner of that memory, which the graph is to hold; ``None`` before the first step.
     """
     vars(optimizer)["_mezzo_keeps_memory"] = True
     return vars(optimizer).get("_mezzo_decoded")
 
 
 def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors in which the values of parameters lie: of halves both of them, of a DTensor this rank's."""
-    found, plain = halves_among([*params])
-    halved = [*compress(found, map(is_, map(_WIDE, found), repeat(None)))]
-    decoded = [each.value() for each in found if each.cell.decoded is not None]
+    """Return the tensors that hold the values of parameters: both halves, or the decoded values, and plain ones."""
+    halves, plain = halves_among([*params])
+    halved = [*compress(halves, map(is_, map(_WIDE, halves), repeat(None)))]
+    decoded = [weight.value() for weight in halves if weight.cell.decoded is not None]
     return [*plain, *map(_HIGH, halved), *map(_LOW, halved), *decoded]

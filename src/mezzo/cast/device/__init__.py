@@ -19,6 +19,7 @@ from mezzo.cast.device.decide import (
 from mezzo.cast.device.probing import (
     ISA_LIMIT,
     ISA_VARIABLE,
+    KNOWN_DEVICE_TYPES,
     DeviceReport,
     FamilySupport,
     FormatSupport,
@@ -32,6 +33,7 @@ __all__ = [
     "FAMILIES",
     "ISA_LIMIT",
     "ISA_VARIABLE",
+    "KNOWN_DEVICE_TYPES",
     "Action",
     "Choice",
     "Claim",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -20,7 +19,7 @@ from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.compiling import compiled_inside_alone, forget_compiled
 from mezzo.errors import StateError, printable, raise_together
-from mezzo.policy import Policy, Rule
+from mezzo.policy import Policy, PolicyLike, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.policy.rules import exact
 from mezzo.sharded import give, give_back
@@ -30,7 +29,7 @@ from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
 logger = logging.getLogger(__name__)
 
 
-def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepared:
+def prepare(model: nn.Module, policy: PolicyLike) -> Prepared:
     """Apply a policy's module and parameter rules to a model and, in O2, store its weights in halves.
 
     Under O2 every parameter is FP32 to everybody as before, and stays the object that it is. Those with two or more
@@ -44,7 +43,7 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
 
     Args:
         model: The model; changed in place, or not at all when this raises.
-        policy: A policy, its text, or the path of a policy file.
+        policy: A policy, its text, a dtype (O1 in it), or the path of a policy file.
 
     A model can be prepared before it is wrapped, and get its optimizer after: ``MixedPrecision(prepared, optimizer)``.
 

@@ -57,17 +57,19 @@ def policy_of(
         *([] if master_weights is None else not_switches(master_weights=master_weights)),
     ]
     if not _is_known(keep_batchnorm_fp32):
-        what = f"keep_batchnorm_fp32 is {shown(keep_batchnorm_fp32)}"
-        problems.append(PolicyError(what, write='keep_batchnorm_fp32=True or False, or the strings "True" and "False"'))
+        problem = f"keep_batchnorm_fp32 is {shown(keep_batchnorm_fp32)}"
+        problems.append(
+            PolicyError(problem, write='keep_batchnorm_fp32=True or False, or the strings "True" and "False"')
+        )
     raise_together(problems)
-    given = {
+    options = {
         "loss_scale": _loss_scale(opt_level, loss_scale, min_loss_scale, max_loss_scale),
         "output_dtype": cast_model_outputs,
     }
     if opt_level in ("O2", "O3"):
         norms = _YES_OR_NO[keep_batchnorm_fp32]
-        given["keep_batchnorm_fp32"] = opt_level == "O2" if norms is None else norms
-    fields = {name: value for name, value in given.items() if value is not None}
+        options["keep_batchnorm_fp32"] = opt_level == "O2" if norms is None else norms
+    fields = {name: value for name, value in options.items() if value is not None}
     if opt_level == "O1" and patch_torch_functions in (None, True):
         return Policy.O1(**fields)  # which has all of apex's lists
     if opt_level in ("O0", "O1"):
@@ -190,15 +192,15 @@ class _Amp:
         """Return the session; ``None`` where amp is not enabled.
 
         Raises:
-            StateError: There is none, and nobody has said that there shall be none.
+            StateError: ``amp.initialize`` was not called, or was called without an optimizer.
         """
         if self.session is None and not self.is_disabled:
-            what = f"{call} without an optimizer" if self.is_running else f"{call} before amp.initialize"
-            raise StateError(what, write=_BEGIN)
+            problem = f"{call} without an optimizer" if self.is_running else f"{call} before amp.initialize"
+            raise StateError(problem, write=_BEGIN)
         return self.session
 
     def share_one_scale(self) -> None:
-        """Say once that all losses share one scale."""
+        """Warn once that all losses share one scale."""
         if not self.has_told:
             self.has_told = True
             warnings.warn(
@@ -298,21 +300,21 @@ def initialize(
             cast_model_outputs, min_loss_scale, max_loss_scale,
         )  # fmt: skip
         policy = REGISTERED.with_rules(policy) if policy.casts else policy
-        given, made = _listed(models, nn.Module), [*map(_inner, _listed(optimizers, Optimizer))]
+        model_list, optimizer_list = _listed(models, nn.Module), [*map(_inner, _listed(optimizers, Optimizer))]
         if num_losses > 1:
             _AMP.share_one_scale()
-        _AMP.begin(given, made, policy)
+        _AMP.begin(model_list, optimizer_list, policy)
         if verbosity:
             logger.info("amp %s is %s", opt_level, policy)
     return models if optimizers is None else (models, optimizers)
 
 
-def _listed(given: Any, kind: type) -> list[Any]:
+def _listed(given: Any, cls: type) -> list[Any]:
     every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    wrong = [shown(each) for each in every if not isinstance(_inner(each), kind)]
-    if wrong or (not every and kind is nn.Module):
-        what = f"amp.initialize takes {kind.__name__}s, one or a list"
-        raise PolicyError(what, where=some_of(wrong) or "None", write=_BEGIN)
+    wrong = [shown(value) for value in every if not isinstance(_inner(value), cls)]
+    if wrong or (not every and cls is nn.Module):
+        problem = f"amp.initialize takes {cls.__name__}s, one or a list"
+        raise PolicyError(problem, where=some_of(wrong) or "None", write=_BEGIN)
     return every
 
 
@@ -338,7 +340,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Give the loss times its scale; when its backward pass ends, gradients are FP32 and plain.
+    """Yield the loss times its scale; when its backward pass ends, gradients are FP32 and plain.
 
     Look at them, clip them on the model or on ``master_params``, or step. Blocks can follow each other before a step,
     for micro-batches or other losses; their gradients are summed in FP32, unscaled. Where gradients are not finite the
@@ -365,9 +367,11 @@ def scale_loss(
         yield loss
         return
     named = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
-    if foreign := [type(each).__name__ for each in named if _inner(each) not in weights_of(session).optimizers]:
-        what = "amp.scale_loss was given an optimizer that amp.initialize was not"
-        raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
+    if foreign := [
+        type(optimizer).__name__ for optimizer in named if _inner(optimizer) not in weights_of(session).optimizers
+    ]:
+        problem = "amp.scale_loss was given an optimizer that amp.initialize was not"
+        raise PolicyError(problem, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:
         _AMP.share_one_scale()
     yield engine_of(session).scale(loss)
@@ -377,8 +381,8 @@ def scale_loss(
 def disable_casts() -> Iterator[None]:
     """Cast nothing in here: for a part of a model's forward pass at O1 and O2."""
     with contextlib.ExitStack() as stack:
-        for kind in dict.fromkeys(("cpu", *default_device_types())) if _AMP.is_running else ():
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for device_type in dict.fromkeys(("cpu", *default_device_types())) if _AMP.is_running else ():
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
@@ -405,12 +409,12 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
 
     **Cost**: a host sync.
     """
-    found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
+    saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if (session := _AMP.training("amp.state_dict")) is not None:
         engine_of(session).update()  # what the last step has found counts
         state = engine_of(session).scaler.state_dict()
-        found[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
-    return found
+        saved[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
+    return saved
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:

@@ -42,7 +42,7 @@ def promote_function(fn: Function) -> Function:
 
     @functools.wraps(fn)
     def promoted(*args: Any, **kwargs: Any) -> Any:
-        dtype = widest(each for each in tensors((args, kwargs)) if each.dtype in CASTABLE)
+        dtype = widest(tensor for tensor in tensors((args, kwargs)) if tensor.dtype in CASTABLE)
         args, kwargs = (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
         return fn(*args, **kwargs)
 
@@ -60,7 +60,7 @@ def _where_cast(fn: Function, pinned: Callable[..., Any]) -> Function:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`half_function` does, from ``initialize`` at O1 to ``deinitialize``.
+    """Register a function to cast as :func:`half_function` does, from ``initialize`` at O1 to ``deinitialize``.
 
     One of torch's becomes a rule of the policy, which reaches its other spellings too (``torch.softmax`` and
     ``x.softmax``). Any other one is replaced in its module meanwhile.
@@ -77,17 +77,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`bfloat16_function` does; see :func:`register_half_function`."""
+    """Register a function to cast as :func:`bfloat16_function` does; see :func:`register_half_function`."""
     REGISTERED.add(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`float_function` does; see :func:`register_half_function`."""
+    """Register a function to cast as :func:`float_function` does; see :func:`register_half_function`."""
     REGISTERED.add(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`promote_function` does; see :func:`register_half_function`."""
+    """Register a function to cast as :func:`promote_function` does; see :func:`register_half_function`."""
     REGISTERED.add(module, name, promote_function)
 
 
@@ -106,20 +106,20 @@ class Registered:
         self._all: list[tuple[Any, str, Callable[[Any], Any]]] = []
         self._are_in_force = False
 
-    def add(self, place: Any, name: str, decorator: Callable[[Any], Any]) -> None:
-        """Take one more; see :func:`register_half_function`."""
+    def add(self, module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
+        """Add a function; see :func:`register_half_function`."""
         call = f"amp.register_{decorator.__name__}"
         if self._are_in_force:
             raise StateError(f"{call} after amp.initialize", write=f"{call}(module, name), then amp.initialize(…)")
-        if not callable(getattr(place, name, None)):
-            where = f"{call}({getattr(place, '__name__', shown(place))}, {shown(name)})"
-            raise PolicyError(f"there is no function {shown(name)}", where=where, why=nearest(name, dir(place)))
-        self._all.append((place, name, decorator))
+        if not callable(getattr(module, name, None)):
+            where = f"{call}({getattr(module, '__name__', shown(module))}, {shown(name)})"
+            raise PolicyError(f"there is no function {shown(name)}", where=where, why=nearest(name, dir(module)))
+        self._all.append((module, name, decorator))
 
     def with_rules(self, policy: Policy) -> Policy:
         """Return a policy with rules for those functions of torch's that a rule can reach."""
-        for place, name, decorator in self._all:
-            if decorator in _RULES and (op := _op(place, name)) is not None:
+        for module, name, decorator in self._all:
+            if decorator in _RULES and (op := _op(module, name)) is not None:
                 policy = _RULES[decorator](policy, op)
         return policy
 
@@ -129,14 +129,14 @@ class Registered:
         Args:
             undo: Puts everything back.
         """
-        for place, name, decorator in self._all:
-            if decorator not in _RULES or _op(place, name) is None:
-                made = decorator(getattr(place, name))
-                is_static = isinstance(vars(place).get(name), staticmethod)
-                undo.callback(patch(place, name, staticmethod(made) if is_static else made))
+        for module, name, decorator in self._all:
+            if decorator not in _RULES or _op(module, name) is None:
+                decorated = decorator(getattr(module, name))
+                is_static = isinstance(vars(module).get(name), staticmethod)
+                undo.callback(patch(module, name, staticmethod(decorated) if is_static else decorated))
 
     def begin(self) -> None:
-        """Take no more."""
+        """Close the registry: functions that come later are refused."""
         self._are_in_force = True
 
     def forget(self) -> None:
@@ -148,10 +148,10 @@ class Registered:
 REGISTERED: Final = Registered()
 
 
-def _op(place: Any, name: str) -> str | None:
+def _op(module: Any, name: str) -> str | None:
     """Return the op that a function of torch's is; ``None`` for any other."""
     try:
         op = resolve(name)
     except PolicyError:
         return None
-    return op if getattr(place, name) in functions(op) else None
+    return op if getattr(module, name) in functions(op) else None

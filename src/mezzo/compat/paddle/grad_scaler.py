@@ -84,11 +84,11 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         decr_every_n_nan_or_inf: int = 1,
         use_dynamic_loss_scaling: bool = True,
     ) -> None:
-        given = {
+        words = {
             "init_loss_scaling": init_loss_scaling, "incr_ratio": incr_ratio, "decr_ratio": decr_ratio,
             "incr_every_n_steps": incr_every_n_steps, "decr_every_n_nan_or_inf": decr_every_n_nan_or_inf,
         }  # fmt: skip
-        rules, wrong = from_words("paddle", given, "GradScaler")
+        rules, wrong = from_words("paddle", words, "GradScaler")
         raise_together(not_switches(enable=enable, use_dynamic_loss_scaling=use_dynamic_loss_scaling) + wrong)
         self._is_dynamic = use_dynamic_loss_scaling and enable
         self._begin("cpu", rules, enabled=enable)
@@ -98,8 +98,8 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         dtype = last_dtype.get()
         if self._enabled and self._is_dynamic and dtype != torch.float16:
             self._enabled = self._is_dynamic = False
-            what = f"GradScaler is disabled: {dtype} needs no loss scale, and the last auto_cast was in it"
-            warnings.warn(what, UserWarning, stacklevel=2)
+            problem = f"GradScaler is disabled: {dtype} needs no loss scale, and the last auto_cast was in it"
+            warnings.warn(problem, UserWarning, stacklevel=2)
         return super().scale(var.float() if isinstance(var, Tensor) and var.dtype in LOW else var)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         return self.loss_scale.config.init if self._enabled else 1.0
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
-        """Go on with another scale."""
+        """Set another scale."""
         self._follow(init_loss_scaling=new_init_loss_scaling)
         self.loss_scale.set(float(new_init_loss_scaling))
 
@@ -156,11 +156,11 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         "decr_every_n_nan_or_inf", "after how many overflows since a clean step the scale backs off"
     )
 
-    def _follow(self, **given: Any) -> None:
-        """Go on by other rules, in Paddle's words."""
-        rules, problems = from_words("paddle", given, "GradScaler", self.loss_scale.config)
+    def _follow(self, **words: Any) -> None:
+        """Change the rules, in Paddle's words."""
+        rules, problems = from_words("paddle", words, "GradScaler", self.loss_scale.config)
         raise_together(problems)
-        self.loss_scale.follow(rules)
+        self.loss_scale.reconfigure(rules)
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -189,11 +189,11 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         if not self._enabled:
             return
         self._require(state_dict, "scale", *PADDLES_RULES, *_COUNTS, "use_dynamic_loss_scaling")
-        given = {
+        words = {
             "init_loss_scaling": one_number(state_dict["scale"]),
             **{word: state_dict[word] for word in PADDLES_RULES},
         }
-        rules, problems = from_words("paddle", given, "the state of a GradScaler")
+        rules, problems = from_words("paddle", words, "the state of a GradScaler")
         counts, is_dynamic = [state_dict[key] for key in _COUNTS], state_dict["use_dynamic_loss_scaling"]
         problems += not_switches(use_dynamic_loss_scaling=is_dynamic)
         if problems or not all(isinstance(count, int) and count >= 0 for count in counts):
@@ -203,7 +203,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         self._go_on(state_dict)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        """Take over the scale and what was counted."""
+        """Load the scale and the counts."""
         rules = self.loss_scale.config
         left = max(1, rules.hysteresis - state["decr_count"])
         self._load(rules, one_number(state["scale"]), clean_steps=state["incr_count"], budget=left)

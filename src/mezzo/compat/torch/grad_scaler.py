@@ -60,7 +60,7 @@ class GradScaler(EngineScaler):
     after :meth:`unscale_`, or for an optimizer whose kernels do not unscale; what was unscaled is read again by
     :meth:`step`, as it may have been edited. No host sync with torch's fused optimizers and mezzo's; one a step with
     any other, to know whether to call it. One launch in :meth:`update`. Optimizers of the last iteration are kept alive
-    until another one takes part.
+    until other ones are scaled for.
 
     Example:
         >>> import torch
@@ -94,16 +94,16 @@ class GradScaler(EngineScaler):
         if enabled and _type_of(device) == "cuda" and not torch.cuda.is_available():
             warnings.warn("GradScaler is disabled: CUDA is not available", UserWarning, stacklevel=2)
             enabled = False
-        given = {
+        words = {
             "init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
         }  # fmt: skip
-        rules, problems = from_words("torch", given if enabled else {}, "GradScaler")
+        rules, problems = from_words("torch", words if enabled else {}, "GradScaler")
         raise_together(problems)
         self._begin(_type_of(device), rules, enabled=enabled)
 
     def _begin(self, device: str, rules: LossScale, *, enabled: bool) -> None:
-        """Be as before the first loss."""
+        """Set the state of before the first loss."""
         EngineScaler.__init__(self, device, Scaler(rules, "cpu", shared), enabled=enabled)
         self._given: Tensor | None = None  # what losses were last multiplied by
         self._engine: Engine | None = None
@@ -115,8 +115,8 @@ class GradScaler(EngineScaler):
 
     def _engine_of(self, optimizer: Any) -> Engine:
         if not isinstance(optimizer, Optimizer):
-            what = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-            raise PolicyError(what, write="scaler.step(optimizer), for one after the other")
+            problem = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            raise PolicyError(problem, write="scaler.step(optimizer), for one after the other")
         engine = self._engine
         if engine is not None and optimizer in engine.weights.optimizers:
             return engine
@@ -125,7 +125,7 @@ class GradScaler(EngineScaler):
                 engine = Engine(Weights([], [], Policy.O0(), {}), self.loss_scale, Ranks.of())
                 engine.waits = True
             # Those of earlier iterations may be gone.
-            engine.weights.know([*(each for each in self._seen if each is not optimizer), optimizer])
+            engine.weights.replace_optimizers([*(seen for seen in self._seen if seen is not optimizer), optimizer])
             engine.plan_anew()
             self._engine = engine
         return engine
@@ -138,29 +138,29 @@ class GradScaler(EngineScaler):
         engine = self._engine_of(optimizer)
         if self._given is None or self._window(optimizer).now.passes:
             return
-        engine.follow()
+        engine.replan()
         window = self._window(optimizer)
         if not window.has_gradients():
             return
         if again or not window.has_left_alone():
             if not takes_flags(optimizer):
                 self._refuse_fp16(optimizer)
-            window.take(self._given)
+            window.adopt_gradients(self._given)
             self._seen[optimizer] = False
 
     def _refuse_fp16(self, optimizer: Optimizer) -> None:
         if not self._engine_of(optimizer).weights.are_low:
             return
-        low = [
-            f"group {number}, parameter {place} ({described(param.grad)})"
+        low_gradients = [
+            f"group {number}, parameter {index} ({described(param.grad)})"
             for number, group in enumerate(optimizer.param_groups)
-            for place, param in enumerate(group["params"])
+            for index, param in enumerate(group["params"])
             if param.grad is not None and param.grad.dtype == torch.float16
         ]
-        if low:
+        if low_gradients:
             raise UnsupportedError(
                 "fp16 gradients cannot be unscaled in fp16",
-                where=f"{some_of(low, 1)}, optimizer {type(optimizer).__name__}",
+                where=f"{some_of(low_gradients, 1)}, optimizer {type(optimizer).__name__}",
                 why="dividing them by the loss scale in float16 flushes small ones to zero",
                 write=self._cure,
             )
@@ -218,15 +218,15 @@ class GradScaler(EngineScaler):
 
     @contextmanager
     def _once(self, optimizer: Optimizer) -> Iterator[None]:
-        """Take note that an optimizer has stepped; one that raises before it has written may step again."""
-        found = self._window(optimizer).now.found
+        """Record that an optimizer has stepped; an optimizer that raises before it has written may step again."""
+        found_inf = self._window(optimizer).now.found_inf
         try:
             yield
         except BaseException:
             if (window := self._window(optimizer)).now.passes:
-                if found is not None:
-                    self._engine_of(optimizer).tell(found)
-                window.close(window.now.found)
+                if found_inf is not None:
+                    self._engine_of(optimizer).count_found_inf(found_inf)
+                window.close(window.now.found_inf)
             raise
         self._seen[optimizer] = True
 
@@ -262,10 +262,10 @@ class GradScaler(EngineScaler):
             for window in engine.windows:
                 if not window.now.passes:
                     continue
-                if (found := window.now.found) is not None:
-                    no = torch.zeros_like(found)
-                    engine.tell(engine.ranks.agree(found, no, step=engine.account.begun + 1)[0])
-                window.close(found)
+                if (found_inf := window.now.found_inf) is not None:
+                    no = torch.zeros_like(found_inf)
+                    engine.count_found_inf(engine.ranks.agree(found_inf, no, step=engine.account.begun + 1)[0])
+                window.close(found_inf)
 
     # State ------------------------------------------------------------------------------------------------
 
@@ -279,13 +279,13 @@ class GradScaler(EngineScaler):
         if not self._enabled:
             return
         self._require(state_dict, "scale", *TORCHS_RULES, "_growth_tracker")
-        given = {word: state_dict[word] for word in TORCHS_RULES}
-        rules, problems = from_words("torch", given, "the state of a GradScaler")
+        words = {word: state_dict[word] for word in TORCHS_RULES}
+        rules, problems = from_words("torch", words, "the state of a GradScaler")
         raise_together(problems)
         self._load(rules, state_dict["scale"], clean_steps=state_dict["_growth_tracker"])
 
     def _load(self, rules: LossScale, scale: Any, **counted: Any) -> None:
-        """Go on by these rules, from a scale and what was counted."""
+        """Load rules, a scale and counts."""
         self.loss_scale.load_state_dict(rules.start().state_dict() | {"scale": scale, **counted})
         self.loss_scale.config = rules
         self._engine = None
@@ -322,15 +322,15 @@ class GradScaler(EngineScaler):
 
 
 def _unchecked(call: str, optimizer: Optimizer, *, is_scaled: bool) -> UncheckedError:
-    what = f"{call}() before backward()"
+    problem = f"{call}() before backward()"
     if not is_scaled and has_gradient(optimizer):
-        what += ": gradients are there, but not from scaler.scale(loss).backward()"
-    return UncheckedError(what, where=type(optimizer).__name__, write=SCALERS_ORDER)
+        problem += ": gradients are there, but not from scaler.scale(loss).backward()"
+    return UncheckedError(problem, where=type(optimizer).__name__, write=SCALERS_ORDER)
 
 
 def _type_of(device: Any) -> str:
     try:
         return torch.device(str(device)).type
     except RuntimeError:
-        what, why = f"the device is {shown(device)}", "the first argument of GradScaler is a device type"
-        raise PolicyError(what, why=why, write='GradScaler("cuda", init_scale=…)') from None
+        problem, why = f"the device is {shown(device)}", "the first argument of GradScaler is a device type"
+        raise PolicyError(problem, why=why, write='GradScaler("cuda", init_scale=…)') from None

@@ -73,8 +73,8 @@ def all_low(table: Policy, spots: Iterable[Spot], without: Collection[str] = ())
 def before(base: Policy, rules: Iterable[Rule]) -> Policy:
     """Return a policy with rules before its own, without those of its own that can never win again."""
     first = tuple(rules)
-    said = {rule.selector for rule in first}
-    return base.evolve(rules=(*first, *(rule for rule in base.rules if rule.selector not in said)))
+    selectors = {rule.selector for rule in first}
+    return base.evolve(rules=(*first, *(rule for rule in base.rules if rule.selector not in selectors)))
 
 
 def pins(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> tuple[Rule, ...]:
@@ -102,21 +102,22 @@ def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[R
     nested: list[Rule] = []
     # From the outermost in: each rule differs from what those around it say, and stands before them.
     for module in sorted(sorted(running, reverse=True), key=lambda path: path.count(".") if path else -1):
-        given = base.explain(op, module or None).treatment
-        said = next((rule.treatment for rule in nested if rule.module is None or rule.matches_module(module)), given)
-        treatment: Treatment = "fp32" if module in chosen else given
-        if treatment != said:
+        default = base.explain(op, module or None).treatment
+        around = (rule.treatment for rule in nested if rule.module is None or rule.matches_module(module))
+        decided = next(around, default)
+        treatment: Treatment = "fp32" if module in chosen else default
+        if treatment != decided:
             nested.insert(0, Rule(treatment, op=op, module=exact(module) or None))
     return nested
 
 
 def _by_globs(op: str, chosen: set[str]) -> list[Rule]:
-    """Write alike modules as one glob each, which may match others as well."""
+    """Return rules with one glob for alike modules, which may match other modules as well."""
     globs: dict[str, list[str]] = defaultdict(list)
     for module in sorted(chosen - {""}):
         globs[".".join("*" if part.isdigit() else exact(part) for part in module.split("."))].append(module)
     shortest = (
-        glob if len(own) > 1 and glob.strip("*.") else exact(path) for glob, own in globs.items() for path in own
+        glob if len(paths) > 1 and glob.strip("*.") else exact(path) for glob, paths in globs.items() for path in paths
     )
     return [Rule("fp32", op=op, module=path) for path in dict.fromkeys(shortest)]
 
@@ -150,7 +151,7 @@ def smallest(items: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[
     """
 
     def needed(around: list[T], has_grown: bool, items: list[T]) -> list[T]:
-        """Return what is needed of the items beside those around, which may have grown since they were tested."""
+        """Return the items that are needed beside those of ``around``, which may have grown since it was tested."""
         if has_grown and passes(around):
             return []
         if len(items) == 1:
@@ -163,7 +164,7 @@ def smallest(items: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[
 
 
 def flat(groups: Groups) -> list[Spot]:
-    """Return what is in some groups, in their order."""
+    """Return the spots of some groups, in order."""
     return [spot for group in groups for spot in group]
 
 
@@ -189,7 +190,7 @@ class Selection:
         self.start = self.trials.outcome(self.base)
 
     def _all_low(self) -> tuple[Policy, list[str]]:
-        """Try every op low, but for those that turn out to have no low kernel here."""
+        """Return a policy with every op low that has a low kernel here, and the ops that have none."""
         missing: list[str] = []
         while True:
             low = all_low(self.table, self._bytes, missing)
@@ -199,64 +200,64 @@ class Selection:
             except UnsupportedError:
                 spot = failing(self.shadow, low)
                 if spot is None or Rule("low", op=spot[0]) not in low.rules[len(self.table.rules) :]:
-                    raise  # it is no op's fault that starts low
+                    raise  # no op that starts low is at fault
                 missing.append(spot[0])
 
     def _with_named(self) -> tuple[Policy, dict[Spot, Rule], list[Finding]]:
-        """Pin what ``explain`` names, behind the user's rules, until it names nothing that a rule cures.
+        """Pin the ops that ``explain`` names, behind the user's rules, until it names none that a rule cures.
 
         Returns:
-            The policy; which rule pins which op; and what is found under it still.
+            The policy; which rule pins which op; and what ``explain`` still finds under it.
         """
-        found: dict[Rule, Finding] = {}
+        findings: dict[Rule, Finding] = {}
         while True:
-            base, _ = self._behind(found)
+            base, _ = self._behind(findings)
             left = named(self.shadow, base)
-            more = {rule: each for each in left for own in rules_of(each) for rule in self._exactly(own, base)}
-            if more.keys() <= found.keys():
+            new = {pin: finding for finding in left for rule in rules_of(finding) for pin in self._exactly(rule, base)}
+            if new.keys() <= findings.keys():
                 break
-            found = more | found
-        # What is found where it was before is not cured by the rules that were named there.
-        places = {(each.kind, each.where) for each in left}
-        cures = {rule: each for rule, each in found.items() if (each.kind, each.where) not in places}
+            findings = new | findings
+        # A finding that is still there was not cured by the rules that it named.
+        remaining = {(finding.kind, finding.where) for finding in left}
+        cures = {rule: finding for rule, finding in findings.items() if (finding.kind, finding.where) not in remaining}
         return *self._behind(cures), left
 
     def _exactly(self, rule: Rule, base: Policy) -> Iterable[Rule]:
-        """Write a rule about an op that the model itself or the loss calls so that it means these calls alone."""
+        """Return rules that mean, of an op that the model itself or the loss calls, these calls alone."""
         spot = (*rule.ops, "")[0], ""
         if rule.module is not None or spot not in self._bytes:
             return [rule]
-        return (replace(each, reason=rule.reason) for each in pins(base, [spot], self._bytes))
+        return (replace(pin, reason=rule.reason) for pin in pins(base, [spot], self._bytes))
 
-    def _behind(self, found: Iterable[Rule]) -> tuple[Policy, dict[Spot, Rule]]:
-        """Put rules behind the user's, and every op low that they do not pin; and say which rule pins which op."""
+    def _behind(self, rules: Iterable[Rule]) -> tuple[Policy, dict[Spot, Rule]]:
+        """Return the user's policy with rules behind its own and every other op low, and which rule pins which op."""
         users = {rule.selector for rule in self.table.rules}
-        own = [rule for rule in found if rule.selector not in users]
-        kept, pinned = self.table.evolve(rules=(*self.table.rules, *own)), dict[Spot, Rule]()
+        added = [rule for rule in rules if rule.selector not in users]
+        policy, pinned = self.table.evolve(rules=(*self.table.rules, *added)), dict[Spot, Rule]()
         for op, module in self._bytes:
-            decided = kept.explain(op, module or None)
-            if decided.rule in own and decided.treatment == "fp32":
+            decided = policy.explain(op, module or None)
+            if decided.rule in added and decided.treatment == "fp32":
                 pinned[op, module] = decided.rule
-        return all_low(kept, (spot for spot in self._bytes if spot not in pinned), self.no_kernel), pinned
+        return all_low(policy, (spot for spot in self._bytes if spot not in pinned), self.no_kernel), pinned
 
     def tuned(self) -> Tuned:
-        """Find what to pin, and say why."""
-        kept: list[list[Spot]] = []
+        """Return the policy with the fewest pins, each with its reason, and the evidence."""
+        pinned: list[list[Spot]] = []
         if self.start.is_fault:
             self._alone |= sensitivities(self.shadow, self.base, self.start)
-            kept = self._kept()
-        plain = self._pinning(kept)
+            pinned = self._pinned_groups()
+        plain = self._pinning(pinned)
         result = self.trials.outcome(plain)
-        candidates = [self._candidate(group, result, self._without(kept, group)) for group in kept]
+        candidates = [self._candidate(group, result, self._without(pinned, group)) for group in pinned]
         for rule in dict.fromkeys(self._named.values()):
             for group in self._groups(spot for spot, own in self._named.items() if own == rule):
                 candidates.append(self._candidate(group, result, self.trials.outcome(self.low), rule.reason))
-        chosen = set(flat(kept))
+        chosen = set(flat(pinned))
         rest = self._groups(spot for spot in self._open if spot not in chosen)
         candidates += [self._candidate(group, result) for group in rest]
-        said = (replace(rule, reason=self._why(rule, kept, candidates, result)) for rule in plain.rules)
-        policy = self._with_scale(plain.evolve(rules=tuple(said)), result)
-        left = named(self.shadow, plain) if self._uncured and kept else self._uncured
+        rules = (replace(rule, reason=self._why(rule, pinned, candidates, result)) for rule in plain.rules)
+        policy = self._with_scale(plain.evolve(rules=tuple(rules)), result)
+        left = named(self.shadow, plain) if self._uncured and pinned else self._uncured
         return Tuned(policy=policy, evidence=self._evidence(policy, result, candidates, left))
 
     # What to pin ------------------------------------------------------------------------------------------
@@ -272,11 +273,11 @@ class Selection:
     def _without(self, groups: Groups, group: list[Spot]) -> Outcome:
         return self.trials.outcome(self._pinning([other for other in groups if other is not group]))
 
-    def _kept(self) -> list[list[Spot]]:
-        """Find what to pin, alike modules together; nothing where no pin adds enough.
+    def _pinned_groups(self) -> list[list[Spot]]:
+        """Return the ops to pin, grouped by alike modules; none where no pin adds enough.
 
-        The fewest ops are looked for with which no gradient is a fault: among alike modules together, then one by one.
-        Of these the least is dropped that adds too little, and again.
+        First the fewest groups are searched with which no gradient is a fault, then the fewest ops of these groups.
+        As long as the group that adds least adds too little, it is dropped.
         """
         target = max(FAULT_DB, self.start.sqnr_db + _WORTH_DB)
 
@@ -312,22 +313,22 @@ class Selection:
         return groups
 
     def _groups(self, spots: Iterable[Spot]) -> list[list[Spot]]:
-        """Put spots in alike modules together, those first that are preferred as pins."""
-        found = folded(sorted(spots, key=self._rank), lambda spot: spot[1], lambda s: (s[0], self._kinds.get(s[1])))
-        return [list(fold.rows) for fold in found]
+        """Return spots grouped by alike modules, those first that are preferred as pins."""
+        folds = folded(sorted(spots, key=self._rank), lambda spot: spot[1], lambda s: (s[0], self._kinds.get(s[1])))
+        return [list(fold.rows) for fold in folds]
 
     def _rank(self, spot: Spot) -> tuple[float, ...]:
-        """Order spots: suspects, what suspects read, and others; by what they lose, and alike ones by their bytes."""
+        """Return a sort key: suspects first, then what suspects read, then others; by loss, then by bytes."""
         lost = self._alone[spot].local_db
-        kind = 0 if lost < SUSPECT_DB else 1 if self._alone[spot].feeds else 2
-        return kind, math.floor(lost / 10) if math.isfinite(lost) else lost, self._bytes[spot]
+        priority = 0 if lost < SUSPECT_DB else 1 if self._alone[spot].feeds else 2
+        return priority, math.floor(lost / 10) if math.isfinite(lost) else lost, self._bytes[spot]
 
     # What to say ------------------------------------------------------------------------------------------
 
     def _candidate(
         self, group: list[Spot], result: Outcome, without: Outcome | None = None, reason: str = ""
     ) -> Candidate:
-        """Say what is known of some ops; of those that are pinned, what all is without that."""
+        """Return the summary of a group of ops; ``without`` is the trial in which a pinned group was not pinned."""
         alone = worst_of([self._alone[spot] for spot in group])
         if without is not None and not reason:
             fails = without.note and alone.forward_db == -math.inf
@@ -344,19 +345,21 @@ class Selection:
             reason=reason,
         )
 
-    def _why(self, rule: Rule, kept: Groups, candidates: list[Candidate], result: Outcome) -> str:
-        """Say why a rule of the result is there."""
+    def _why(self, rule: Rule, pinned: Groups, candidates: list[Candidate], result: Outcome) -> str:
+        """Return the reason of a rule of the result."""
         if rule.reason or rule in self.table.rules:
             return rule.reason
         if rule.treatment != "fp32":
             steps = len(self.shadow.batches)
             return f"the worst gradient of {counted(steps, 'step')}: {ratio_text(result.sqnr_db)} against FP32"
-        pairs = zip(kept, candidates, strict=False)  # those of what is kept come first
-        spoken = (each.reason for group, each in pairs if any(rule.matches(op=o, module=m or None) for o, m in group))
-        return " · ".join(spoken)
+        # The candidates of the pinned groups come first.
+        reaches = (any(rule.matches(op=op, module=module or None) for op, module in group) for group in pinned)
+        return " · ".join(
+            candidate.reason for candidate, is_meant in zip(candidates, reaches, strict=False) if is_meant
+        )
 
     def _with_scale(self, policy: Policy, result: Outcome) -> Policy:
-        """Have the loss scale start where the trial found it, unless it starts there anyway, or is the user's own."""
+        """Return a policy whose loss scale starts where the trial found it; unchanged if the user chose one."""
         scale, plain = result.loss_scale, LossScale.dynamic()
         if policy.loss_scale != plain or scale == DEFAULT_SCALE:
             return policy
@@ -375,17 +378,17 @@ class Selection:
             candidates=tuple(candidates),
             unjudged=self.shadow.unjudged,
             no_kernel=tuple(self.no_kernel),
-            uncured=tuple(f"{each.where}: {each.text}" for each in left),
+            uncured=tuple(f"{finding.where}: {finding.text}" for finding in left),
             saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.low),
         )
 
     def _saved_bytes(self, **policies: Policy) -> dict[str, int]:
-        found = {}
+        totals = {}
         for name, policy in policies.items():
             saved = SavedBytes(self.shadow.model)  # which fails in low precision perhaps, or has a banned op
             if not isinstance(attempted(partial(self.shadow.forward, policy, 0, saved)), Exception):
-                found[name] = saved.total
-        return found
+                totals[name] = saved.total
+        return totals
 
 
 _DTYPES: Final = tuple(map(dtype_name, LOW))
@@ -453,17 +456,17 @@ def tune(
     table = _checked(model, loss_fn, optimizer, steps, partial(_of_dtype, dtype, policy))
     with untouched([model]), _full_fp32(devices_of([model])):
         try:
-            given = iter(batches)
+            iterator = iter(batches)
         except TypeError:
             what = f"batches is {shown(batches)}, nothing to iterate over"
             raise PolicyError(what, write="tune(model, loss_fn, [batch, …])") from None
-        taken = list(islice(given, steps))
+        taken = list(islice(iterator, steps))
         if not taken:
             raise PolicyError(
                 "there is no batch to tune on", why="batches is empty", write="tune(model, loss_fn, [batch, …])"
             )
-        own = [taken[number % len(taken)] for number in range(steps)]
-        return Selection(Shadow(model, loss_fn, own, optimizer), table).tuned()
+        of_steps = [taken[number % len(taken)] for number in range(steps)]
+        return Selection(Shadow(model, loss_fn, of_steps, optimizer), table).tuned()
 
 
 def _of_dtype(dtype: Any, policy: Policy | str | None) -> Policy:
@@ -478,17 +481,17 @@ def _of_dtype(dtype: Any, policy: Policy | str | None) -> Policy:
     return Policy.O1(name)
 
 
-def tunable(given: Policy | str) -> Policy:
+def tunable(policy: Policy | str) -> Policy:
     """Return a policy whose rules and fields tuning can keep.
 
     Raises:
-        PolicyError: It is none, of another level than O1, or not low.
+        PolicyError: It is no policy, of another level than O1, or not low.
     """
-    policy = Policy.of(given)
-    if policy.level != "O1" or policy.dtype not in LOW:
-        why = "trials keep FP32 weights and cast op by op, as level O1 does" if policy.level != "O0" else _REFERENCE
-        raise PolicyError(f"nothing can be tuned under {policy}", why=why, write=both("O1,dtype=bfloat16"))
-    return policy
+    chosen = Policy.of(policy)
+    if chosen.level != "O1" or chosen.dtype not in LOW:
+        why = "trials keep FP32 weights and cast op by op, as level O1 does" if chosen.level != "O0" else _REFERENCE
+        raise PolicyError(f"nothing can be tuned under {chosen}", why=why, write=both("O1,dtype=bfloat16"))
+    return chosen
 
 
 def _checked(model: Any, loss_fn: Any, optimizer: Any, steps: Any, table: Callable[[], Policy]) -> Policy:
@@ -505,27 +508,27 @@ def _checked(model: Any, loss_fn: Any, optimizer: Any, steps: Any, table: Callab
     )  # fmt: skip
     problems = [PolicyError(what, why=why, write=write) for is_well, what, why, write in rows if not is_well]
     try:
-        found = table()
+        policy = table()
     except PolicyError as error:
         problems.append(error)
     raise_together(problems)
     require_python(model, "tuned")
-    return found
+    return policy
 
 
 @contextmanager
 def _full_fp32(devices: Iterable[torch.device]) -> Iterator[None]:
     """Compute FP32 as FP32 inside the block: TF32 has no more bits than float16, and regions around it have ended."""
-    own = torch.backends
-    kinds = [*(own.cuda.matmul, own.cudnn.conv, own.cudnn.rnn), *(own.mkldnn.matmul, own.mkldnn.conv, own.mkldnn.rnn)]  # type: ignore[attr-defined]
-    before = [(each, each.fp32_precision) for each in kinds if each.fp32_precision not in ("none", "ieee")]
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    settings = [cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn]  # type: ignore[attr-defined]
+    before = [(unit, unit.fp32_precision) for unit in settings if unit.fp32_precision not in ("none", "ieee")]
     try:
-        for each, _ in before:
-            each.fp32_precision = "ieee"
+        for unit, _ in before:
+            unit.fp32_precision = "ieee"
         with ExitStack() as stack:
-            for kind in dict.fromkeys(device.type for device in devices):
-                stack.enter_context(autocast("O0", kind))
+            for device_type in dict.fromkeys(device.type for device in devices):
+                stack.enter_context(autocast("O0", device_type))
             yield
     finally:
-        for each, value in before:
-            each.fp32_precision = value
+        for unit, value in before:
+            unit.fp32_precision = value

@@ -41,9 +41,9 @@ class Call:
         spot: The op and the module that called it.
         function: The function.
         given: Its arguments, and those with names.
-        versions: Of the tensors among them, when it was called.
+        versions: Those of the tensors among them, when it was called.
         out: The floating tensors that it returned.
-        gradients: What arrived there in the backward pass, by their position.
+        gradients: The gradients of these in the backward pass, by position.
     """
 
     spot: Spot
@@ -54,7 +54,7 @@ class Call:
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def await_gradients(self) -> None:
-        """Keep the gradients that will arrive at what was returned."""
+        """Register hooks that keep the gradients of the results."""
         for position, result in enumerate(self.out):
             if result.requires_grad:
                 result.register_hook(partial(self._arrived, position))  # type: ignore[no-untyped-call]
@@ -65,7 +65,7 @@ class Call:
 
 
 def _spot(call: CallRecord) -> Spot | None:
-    """Return what a rule about a call names."""
+    """Return the op and module by which a rule names a call; ``None`` where no rule can."""
     if call.hidden or call.is_backward or call.is_conversion or not _takes_rule(call.op):
         return None
     return call.op, "" if call.module == LOSS else call.module
@@ -77,8 +77,8 @@ def everything_fp32(dtype: torch.dtype) -> Policy:
     return Policy.O1(dtype).evolve(rules=(*composites, Rule("fp32", op="*")))
 
 
-def survey(shadow: Shadow, dtype: torch.dtype, step: int, told: Callable[[Call], None]) -> Pass:
-    """Run the forward pass of a step in FP32, and tell of the calls that handle floating numbers when they return."""
+def survey(shadow: Shadow, dtype: torch.dtype, step: int, on_call: Callable[[Call], None]) -> Pass:
+    """Run the forward pass of a step in FP32; ``on_call`` gets each call on floating numbers when it returns."""
     policy = everything_fp32(dtype)
 
     def called(record: CallRecord, function: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
@@ -90,7 +90,7 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, told: Callable[[Call],
         def returned(out: Any) -> None:
             call.out = list(_castable(out))
             if call.out:
-                told(call)
+                on_call(call)
 
         return returned
 
@@ -100,15 +100,15 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, told: Callable[[Call],
 
 
 def bytes_saved_low(shadow: Shadow, dtype: torch.dtype) -> dict[Spot, int]:
-    """Count what operands and results of all steps take more in FP32 than in 16 bits, by what runs, in its order."""
-    found: dict[Spot, int] = defaultdict(int)
+    """Return how many bytes more operands and results take in FP32 than in 16 bits, by op and module, in order."""
+    num_bytes: dict[Spot, int] = defaultdict(int)
 
-    def told(call: Call) -> None:
-        found[call.spot] += 2 * sum(x.numel() for x in _castable((call.given, call.out)))  # 2 bytes each
+    def add(call: Call) -> None:
+        num_bytes[call.spot] += 2 * sum(x.numel() for x in _castable((call.given, call.out)))  # 2 bytes each
 
     for step in range(len(shadow.batches)):
-        survey(shadow, dtype, step, told)
-    return dict(found)
+        survey(shadow, dtype, step, add)
+    return dict(num_bytes)
 
 
 def named(shadow: Shadow, policy: Policy) -> list[Finding]:
@@ -123,12 +123,16 @@ def named(shadow: Shadow, policy: Policy) -> list[Finding]:
     """
     low = LowNumbers(shadow.model, lambda: recorder.recorded)
     recorder = PassRecorder(policy, where=Locator(until=frame_id()), probes=low.probes)
-    run = partial(shadow.forward, policy, 0, recorder.watching(), given=partial(recorder.learn, shadow.model))
+    run = partial(shadow.forward, policy, 0, recorder.watching(), on_batch=partial(recorder.learn, shadow.model))
     with recorder.hooked([shadow.model]):
         attempted(run, again=partial(shadow.forward, policy, 0))
     table = recorder.table()
-    found = low.findings()
-    return [each for each in found if each.kind != "criterion" or _noise_db(table, rules_of(each)) < SUSPECT_DB]
+    findings = low.findings()
+    return [
+        finding
+        for finding in findings
+        if finding.kind != "criterion" or _noise_db(table, rules_of(finding)) < SUSPECT_DB
+    ]
 
 
 def rules_of(finding: Finding) -> tuple[Rule, ...]:
@@ -139,16 +143,20 @@ def rules_of(finding: Finding) -> tuple[Rule, ...]:
 
 def _noise_db(table: WatchedPass, rules: Sequence[Rule]) -> float:
     """Return the worst signal to noise that was measured at the kernels that rules speak about, in dB."""
-    measured = ((each, each.probes["ratio"]) for each in table.kernels if "ratio" in each.probes)
-    said = (r.whole for each, r in measured if any(rule.matches(op=each.call.op, module=each.module) for rule in rules))
-    return min(said, default=math.inf)
+    measured = ((kernel, kernel.probes["ratio"]) for kernel in table.kernels if "ratio" in kernel.probes)
+    ratios = (
+        r.whole
+        for kernel, r in measured
+        if any(rule.matches(op=kernel.call.op, module=kernel.module) for rule in rules)
+    )
+    return min(ratios, default=math.inf)
 
 
 def failing(shadow: Shadow, policy: Policy) -> Spot | None:
     """Return the op at which a forward pass fails in low precision; ``None`` where none does.
 
     Raises:
-        Exception: It fails once, or in two ways: that is no matter of precision.
+        Exception: The pass fails once only, or in two ways: precision is not the cause.
     """
     for step in range(len(shadow.batches)):
         recorder = PassRecorder(policy)
@@ -187,7 +195,7 @@ class Sensitivity:
         return min(self.forward_db, self.backward_db)
 
     def text(self, dtype: torch.dtype) -> str:
-        """Say what is lost, in words."""
+        """Return in words what is lost."""
         name, limit = dtype_name(dtype), torch.finfo(dtype).max
         if self.largest > limit:
             return f"results reach {self.largest:.3g}, beyond {name}'s {limit:.6g}"
@@ -198,13 +206,13 @@ class Sensitivity:
         return "what reads its results needs them in FP32"
 
 
-def worst_of(each: Sequence[Sensitivity]) -> Sensitivity:
-    """Return what is known of several calls together."""
+def worst_of(several: Sequence[Sensitivity]) -> Sensitivity:
+    """Return the worst of several sensitivities."""
     return Sensitivity(
-        forward_db=min(one.forward_db for one in each),
-        backward_db=min(one.backward_db for one in each),
-        largest=max(one.largest for one in each),
-        feeds=any(one.feeds for one in each),
+        forward_db=min(one.forward_db for one in several),
+        backward_db=min(one.backward_db for one in several),
+        largest=max(one.largest for one in several),
+        feeds=any(one.feeds for one in several),
     )
 
 
@@ -220,15 +228,15 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
     """
     calls = list[Call]()
 
-    def told(call: Call) -> None:
+    def keep(call: Call) -> None:
         call.await_gradients()
         calls.append(call)
 
-    survey(shadow, base.dtype, start.step - 1, told).gradients(1.0)
+    survey(shadow, base.dtype, start.step - 1, keep).gradients(1.0)
     low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
     failed = failing(shadow, base) if start.note else None
     random = RandomStates.now(shadow.devices)
-    found: dict[Spot, Sensitivity] = defaultdict(Sensitivity)
+    by_spot: dict[Spot, Sensitivity] = defaultdict(Sensitivity)
     makers: dict[int, Spot] = {}  # of results, which live as long as their calls
     feeding = set[Spot]()
     for call in calls:
@@ -236,11 +244,11 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
         alone = Sensitivity(
             *ratios, max((float(x.abs().amax()) for x in map(values_of, call.out) if x.numel()), default=0.0)
         )
-        found[call.spot] = worst_of([found[call.spot], alone])
+        by_spot[call.spot] = worst_of([by_spot[call.spot], alone])
         if alone.local_db < SUSPECT_DB:
             feeding |= {makers[id(x)] for x in _castable(call.given) if id(x) in makers}
         makers.update((id(result), call.spot) for result in call.out)
-    return {spot: replace(each, feeds=spot in feeding) for spot, each in found.items()}
+    return {spot: replace(sensitivity, feeds=spot in feeding) for spot, sensitivity in by_spot.items()}
 
 
 def _alone(call: Call, dtype: torch.dtype, random: RandomStates, low: autocast, wide: autocast) -> tuple[float, float]:
@@ -285,15 +293,15 @@ def _replayed(call: Call, region: autocast, dtype: torch.dtype) -> tuple[list[Te
     with region:
         results = list(_castable(call.function(*args, **kwargs)))
     seeds = [(r, call.gradients[p]) for p, r in enumerate(results) if p in call.gradients and r.requires_grad]
-    found = [result.detach() for result in results]
+    detached = [result.detach() for result in results]
     largest = max((float(gradient.abs().amax()) for _, gradient in seeds if gradient.numel()), default=0.0)
     if not largest or not operands:
-        return found, []
+        return detached, []
     gradients = torch.autograd.grad(
         [result for result, _ in seeds], operands, [(gradient / largest).to(r.dtype) for r, gradient in seeds],
         allow_unused=True, materialize_grads=True,
     )  # fmt: skip
-    return found, [gradient.float() for gradient in gradients]
+    return detached, [gradient.float() for gradient in gradients]
 
 
 def _castable(value: Any) -> Iterator[Tensor]:

@@ -175,7 +175,7 @@ class Shadow:
         policy: Policy,
         step: int,
         inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
-        given: Callable[[Any], None] | None = None,
+        on_batch: Callable[[Any], None] | None = None,
     ) -> Pass:
         """Run the forward pass of a step under a policy, from the weights and random states of the FP32 run.
 
@@ -183,7 +183,7 @@ class Shadow:
             policy: The policy.
             step: Which step.
             inside: What is entered inside the policy's region.
-            given: Is told of the copy of the batch that the pass is given.
+            on_batch: Called with the copy of the batch before the pass.
         """
         for tensor, value in zip(self._tensors(), self._states[step], strict=True):
             tensor.data.copy_(value)
@@ -192,8 +192,8 @@ class Shadow:
             self._handle.remove()
             self._handle = Prepared(self.model, policy, tells=False)  # trials tell, whatever their rules say
         region, batch = self._handle.autocast(), _own(self.batches[step])
-        if given is not None:
-            given(batch)
+        if on_batch is not None:
+            on_batch(batch)
         with NoDropout(), region, inside:
             loss = self.loss_fn(self.model, batch)
         return Pass(loss, region, self.params)
@@ -207,8 +207,8 @@ class Shadow:
         if self._updates is None:
             return None
         low = self._updates.anew()
-        for each in gradients:
-            low.step(each)
+        for of_step in gradients:
+            low.step(of_step)
         ratio = sqnr(self._added, low.added(self._names))
         return None if math.isnan(ratio) else ratio
 
@@ -223,10 +223,10 @@ class Shadow:
             return gradients
         batch = _own(self.batches[step])  # not under the search's eyes, which would blame the copy
         self._randoms[step].restore()
-        found = locate(lambda: self.loss_fn(self.model, batch), self.model)
+        origin = locate(lambda: self.loss_fn(self.model, batch), self.model)
         raise NumericsError(
             f"the model is not finite in FP32, in step {step + 1} of {len(self.batches)}",
-            where=str(found) if found is not None else "",
+            where=str(origin) if origin is not None else "",
             why="precision is chosen by comparing with FP32, and there is nothing to compare with",
             write="what the first non-finite tensor's report says, and then tune again",
         )
@@ -236,12 +236,12 @@ def _known(gradients: Gradients) -> list[str]:
     """Return the parameters whose gradients are more than noise beside those of their module, or of all."""
     sizes = {name: float(gradient.abs().amax()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
 
-    def others(name: str) -> list[str]:
+    def beside(name: str) -> list[str]:
         module = name.rpartition(".")[0]
-        own = [other for other in sizes if other.rpartition(".")[0] == module]
-        return own if len(own) > 1 else list(sizes)
+        siblings = [other for other in sizes if other.rpartition(".")[0] == module]
+        return siblings if len(siblings) > 1 else list(sizes)
 
-    return [name for name, size in sizes.items() if size > _NOISE * max(sizes[each] for each in others(name))]
+    return [name for name, size in sizes.items() if size > _NOISE * max(sizes[other] for other in beside(name))]
 
 
 def _not_finite(gradients: Gradients) -> list[str]:
@@ -274,11 +274,11 @@ class _OptimizerSteps:
         self._before = {name: param.detach().clone() for name, param in params.items()}
 
     def anew(self) -> _OptimizerSteps:
-        """Return those of an optimizer that has taken no step, from the same weights."""
+        """Return the steps of a new optimizer, from the same weights."""
         return _OptimizerSteps(self._make, {name: nn.Parameter(value.clone()) for name, value in self._before.items()})
 
     def step(self, gradients: Gradients) -> None:
-        """Take a step with gradients."""
+        """Step the optimizer with these gradients."""
         for name, param in self._params.items():
             param.grad = gradients[name].to(param.dtype)
         try:
@@ -476,15 +476,15 @@ class Trials:
         """Run the steps until all can do with one loss scale: first each may raise it, and then only lower it."""
         scale, may_rise = DEFAULT_SCALE if policy.dtype == torch.float16 else 1.0, True
         while True:
-            found, gradients = dict[int, Outcome](), dict[int, Gradients]()
+            outcomes, gradients = dict[int, Outcome](), dict[int, Gradients]()
             for step in self._order:
-                found[step], gradients[step] = self._tried(policy, step, scale, may_rise)
-                if found[step].is_fault:
-                    self._order.sort(key=lambda each: each != step)  # tried first from now on
-                    return found[step]
-            scales = {each.loss_scale for each in found.values()}
+                outcomes[step], gradients[step] = self._tried(policy, step, scale, may_rise)
+                if outcomes[step].is_fault:
+                    self._order.sort(key=lambda number: number != step)  # tried first from now on
+                    return outcomes[step]
+            scales = {outcome.loss_scale for outcome in outcomes.values()}
             if len(scales) == 1:
-                worst = min(found.values(), key=lambda each: (each.sqnr_db, each.step))
+                worst = min(outcomes.values(), key=lambda outcome: (outcome.sqnr_db, outcome.step))
                 return replace(
                     worst, updates_db=self.shadow.updates_db([gradients[step] for step in sorted(gradients)])
                 )
@@ -496,13 +496,13 @@ class Trials:
         Raises:
             Exception: It fails in FP32 too, or only once: low precision is not why.
         """
-        found = attempted(partial(self._step, policy, step, scale, may_rise))
-        if isinstance(found, MezzoError | torch.OutOfMemoryError):
-            raise found
-        if not isinstance(found, Exception):
-            return found
+        outcome = attempted(partial(self._step, policy, step, scale, may_rise))
+        if isinstance(outcome, MezzoError | torch.OutOfMemoryError):
+            raise outcome
+        if not isinstance(outcome, Exception):
+            return outcome
         self.shadow.forward(Policy.O0(), step).gradients(1.0)
-        return _lost(step, scale, failure_text(found)), {}
+        return _lost(step, scale, failure_text(outcome)), {}
 
     def _step(self, policy: Policy, step: int, scale: float, may_rise: bool) -> tuple[Outcome, Gradients]:
         run = self.shadow.forward(policy, step)

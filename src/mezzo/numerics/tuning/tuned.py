@@ -1,4 +1,4 @@
-"""What tuning found: a policy, and the evidence for it, as values that print the answer first."""
+"""The result of tuning: a policy and the evidence for it, as values that print the answer first."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TuningEvidence:
     @property
     def pins(self) -> tuple[Candidate, ...]:
         """What the policy keeps in FP32."""
-        return tuple(each for each in self.candidates if each.kept)
+        return tuple(candidate for candidate in self.candidates if candidate.kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +102,15 @@ class Tuned:
         lines = [("", self.verdict)]
         for reason in dict.fromkeys(pin.reason for pin in own.pins):  # one of a module is that of all its ops
             lines.append(("pinned", f"{', '.join(pin.name for pin in own.pins if pin.reason == reason)}: {reason}"))
-        lines += [("left", f"explain still finds in {each}") for each in own.uncured]
+        lines += [("left", f"explain still finds in {finding}") for finding in own.uncured]
         lines.append(("worst", f"{own.result}{before}"))
         if "found" in own.saved_bytes:
-            found, *others = (f"{name} {byte_text(count)}" for name, count in own.saved_bytes.items())
-            beside = f" ({', '.join(others)})" if others else ""
-            lines.append(("bytes", f"{found.removeprefix('found ')} kept for the backward pass{beside}"))
+            chosen, *rest = (f"{name} {byte_text(count)}" for name, count in own.saved_bytes.items())
+            beside = f" ({', '.join(rest)})" if rest else ""
+            lines.append(("bytes", f"{chosen.removeprefix('found ')} kept for the backward pass{beside}"))
         if own.unjudged:
-            said = f"nothing is judged by {some_of(own.unjudged, 5)}: zero, or even in FP32 rounding noise"
-            lines.append(("unsure", said))
+            unjudged = f"nothing is judged by {some_of(own.unjudged, 5)}: zero, or even in FP32 rounding noise"
+            lines.append(("unsure", unjudged))
         lines.append(("trials", f"{counted(own.num_trials, 'policy', 'policies')}, {counted(own.steps, 'step')} each"))
         text = "\n".join(_folded(label, printable(line)) for label, line in lines)
         return f'{text}\n  write   mezzo.MixedPrecision(model, optimizer, "{self.policy}")'
@@ -119,31 +119,35 @@ class Tuned:
     def rows(self) -> list[str]:
         """A line for each op that could have been pinned, pins first."""
         rows = []
-        for each in self.evidence.candidates:
-            alone = "" if each.local_db is None else f", alone {ratio_text(each.local_db)}"
-            kept = "fp32" if each.kept else "low"
-            rows.append(printable(f"  {kept:<6}  {each.name}{alone}, {byte_text(each.num_bytes)} more in FP32"))
+        for candidate in self.evidence.candidates:
+            alone = "" if candidate.local_db is None else f", alone {ratio_text(candidate.local_db)}"
+            precision = "fp32" if candidate.kept else "low"
+            rows.append(
+                printable(f"  {precision:<6}  {candidate.name}{alone}, {byte_text(candidate.num_bytes)} more in FP32")
+            )
         return rows
 
     @property
     def verdict(self) -> str:
         """The answer, in one line."""
         own, scale = self.evidence, self.policy.loss_scale
-        said = f"all {len(own.candidates)} ops run low"
+        answer = f"all {len(own.candidates)} ops run low"
         if own.pins:
             names = ", ".join(pin.name for pin in own.pins)
-            said = f"{len(own.pins)} of {len(own.candidates)} ops need FP32: {names}"
+            answer = f"{len(own.pins)} of {len(own.candidates)} ops need FP32: {names}"
         if own.result.is_fault:
-            said += f", though the worst gradient stays at {ratio_text(own.result.sqnr_db)}: no rule raises it by 3 dB"
+            answer += (
+                f", though the worst gradient stays at {ratio_text(own.result.sqnr_db)}: no rule raises it by 3 dB"
+            )
         elif not own.pins:
-            said += ", nothing needs FP32"
+            answer += ", nothing needs FP32"
         if scale != Policy.O1(self.policy.dtype).loss_scale:
-            said += f"; the loss scale starts at {scale_text(scale.init)}"
-        return f"{own.dtype}: {said}"
+            answer += f"; the loss scale starts at {scale_text(scale.init)}"
+        return f"{own.dtype}: {answer}"
 
 
 def _folded(label: str, line: str) -> str:
-    """Put a label before a line, and fold it into 120 columns."""
+    """Return a line behind its label, folded into 120 columns."""
     first, rest = (f"  {label:<6}  ", " " * 10) if label else ("", "  ")
     return textwrap.fill(
         line, 120, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False

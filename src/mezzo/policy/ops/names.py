@@ -17,9 +17,9 @@ from mezzo.dispatch import INNER_FUNCTIONS
 from mezzo.errors import PolicyError, shown
 from mezzo.policy.ops.table import MODULES, OPS, PADDLE_ALIASES, SPELLINGS, SYNONYMS, VIEWS, synonyms_of
 
-# Where a user finds functions, with the prefix that the op's base name has for each place.
+# The namespaces where a user finds functions, each with the prefix of the op's base name.
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
-    *(("", place) for place in (torch, functional, INNER_FUNCTIONS, torch.Tensor)),
+    *(("", namespace) for namespace in (torch, functional, INNER_FUNCTIONS, torch.Tensor)),
     *(("linalg_", torch.linalg), ("fft_", torch.fft), ("", torch.special)),
     ("sparse_", torch.sparse),
 )
@@ -62,13 +62,15 @@ def functions(name: str) -> tuple[Callable[..., Any], ...]:
 def callables(name: str) -> tuple[Callable[..., Any], ...]:
     """List every Python callable behind an op's base name, those that nothing casts too."""
     names = (name, *synonyms_of(name))
-    found = (
-        getattr(place, candidate.removeprefix(prefix), None)
-        for prefix, place in _NAMESPACES
+    attributes = (
+        getattr(namespace, candidate.removeprefix(prefix), None)
+        for prefix, namespace in _NAMESPACES
         for candidate in names
         if candidate.startswith(prefix)
     )
-    return tuple(dict.fromkeys(function for function in found if callable(function) and not inspect.isclass(function)))
+    return tuple(
+        dict.fromkeys(function for function in attributes if callable(function) and not inspect.isclass(function))
+    )
 
 
 @functools.cache
@@ -87,13 +89,13 @@ def in_place_forms(name: str) -> Mapping[Callable[..., Any], Callable[..., Any]]
     """
     if name in VIEWS:
         return {}
-    found: dict[Callable[..., Any], Callable[..., Any]] = {}
-    for each in (name, *synonyms_of(name)):
-        form = f"__i{each.removeprefix('__')}" if each.startswith("__") else f"{each}_"
-        for _, place in _NAMESPACES[:4] if is_in_place(form) else ():
-            if (writes := getattr(place, form, None)) is not None:
-                found.setdefault(writes, getattr(place, each, None) or callables(name)[0])
-    return found
+    forms: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for synonym in (name, *synonyms_of(name)):
+        form = f"__i{synonym.removeprefix('__')}" if synonym.startswith("__") else f"{synonym}_"
+        for _, namespace in _NAMESPACES[:4] if is_in_place(form) else ():
+            if (writes := getattr(namespace, form, None)) is not None:
+                forms.setdefault(writes, getattr(namespace, synonym, None) or callables(name)[0])
+    return forms
 
 
 def is_in_place(name: str) -> bool:
@@ -105,15 +107,15 @@ def is_in_place(name: str) -> bool:
     """
     if name.startswith("__"):
         return name in _IN_PLACE_OPERATORS
-    return name.endswith("_") and any(hasattr(place, name) for _, place in _NAMESPACES[:4])
+    return name.endswith("_") and any(hasattr(namespace, name) for _, namespace in _NAMESPACES[:4])
 
 
 def written_form(spelling: str, name: str) -> Literal["in-place", "out="] | None:
-    """Say how an op writes to a tensor it is given, if it does.
+    """Return whether an op writes in place or to ``out=``; ``None`` where it writes to no argument.
 
     Args:
-        spelling: What was asked about; an overload in it tells ``out=`` forms.
-        name: What :func:`resolve` made of it.
+        spelling: The op as the caller spells it; an overload in it tells ``out=`` forms.
+        name: Its name by :func:`resolve`.
 
     Example:
         >>> written_form("torch.exp_", "exp_"), written_form("aten::sum.IntList_out", "sum"), written_form("exp", "exp")
@@ -126,7 +128,7 @@ def written_form(spelling: str, name: str) -> Literal["in-place", "out="] | None
 
 
 def out_of_place(name: str) -> str | None:
-    """Find the op that returns what an in-place one writes; ``None`` where there is no such.
+    """Return the op that returns a new tensor instead of writing in place; ``None`` where there is none.
 
     Example:
         >>> out_of_place("exp_"), out_of_place("__ipow__"), out_of_place("zero_")
@@ -179,7 +181,7 @@ def matching(pattern: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _resolve(name: str, in_place: bool, treatment: str) -> str:
-    prefix = next((each for each in _PADDLE_PREFIXES if name.startswith(each)), "")
+    prefix = next((candidate for candidate in _PADDLE_PREFIXES if name.startswith(candidate)), "")
     bare = name.removeprefix(prefix)
     if prefix and bare in PADDLE_ALIASES:
         return PADDLE_ALIASES[bare]
@@ -195,29 +197,29 @@ def _resolve(name: str, in_place: bool, treatment: str) -> str:
             why=f"a rule on {instead} holds for it too" if instead else "what it writes to keeps its dtype",
             write=_written(instead, treatment) if instead else "",
         )
-    if (found := _known_as(bare)) is not None:
-        return found
+    if (known_op := _known_as(bare)) is not None:
+        return known_op
     if inspect.isclass(getattr(torch.nn, bare, None)):
         raise PolicyError(
             f"{name!r} is a module, not an op",
             why="it runs several ops, or none",
             write='a rule on its path in the model: policy.keep_fp32(modules=["head"]), the text fp32_module=head',
         )
-    near = _near(bare)
-    written = [_written(near, treatment)] if near else []
+    nearest_op = _near(bare)
+    written = [_written(nearest_op, treatment)] if nearest_op else []
     if treatment in ("low", "fp32"):
-        low = f'policy.evolve(rules=[Rule("low", module="{bare}"), *policy.rules])'
-        rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else low
+        low_rule = f'policy.evolve(rules=[Rule("low", module="{bare}"), *policy.rules])'
+        rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else low_rule
         written.append(f"for a module {rule}, the text {treatment}_module={bare}")
     raise PolicyError(
         f"unknown op {name!r}",
-        why=(f"did you mean {near!r}? " if near else "") + "neither the op table nor torch has it",
+        why=(f"did you mean {nearest_op!r}? " if nearest_op else "") + "neither the op table nor torch has it",
         write=";\n".join(written) or "the name of a function in torch, torch.nn.functional or torch.Tensor",
     )
 
 
 def _written(op: str, treatment: str) -> str:
-    """Write a rule on an op in both spellings; of a question, the op's name."""
+    """Write a rule on an op in both spellings; the op's name where no rule is asked about."""
     return f'policy.{treatment}("{op}"), the text {treatment}={op}' if treatment else repr(op)
 
 
@@ -230,7 +232,7 @@ def _custom(name: str) -> str | None:
 
 
 def _without_prefix(name: str) -> str:
-    """Drop where the name was found and the overload; keep the family in the base name."""
+    """Return a name without its namespace and overload; the base name keeps a family such as ``linalg_``."""
     for prefix, family in _PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
@@ -273,13 +275,13 @@ def _by_letters() -> Mapping[str, str]:
 def _near(bare: str) -> str:
     """Return the nearest known name, whatever its case; the list itself would be too long to read."""
     lowered = {word.lower(): word for word in _vocabulary()}
-    near = difflib.get_close_matches(bare.lower(), lowered, n=1, cutoff=0.7)
-    return lowered[near[0]] if near else ""
+    matches = difflib.get_close_matches(bare.lower(), lowered, n=1, cutoff=0.7)
+    return lowered[matches[0]] if matches else ""
 
 
 @functools.cache
 def _vocabulary() -> tuple[str, ...]:
     """List the names that a misspelt op may have meant; of two spelt alike the later wins."""
     public = (name for name in (*dir(torch.Tensor), *dir(functional), *dir(torch)) if not name.startswith("_"))
-    known = (name for name in public if callables(name))
-    return tuple(dict.fromkeys((*known, *PADDLE_ALIASES, *SYNONYMS, *MODULES, *OPS)))
+    callable_names = (name for name in public if callables(name))
+    return tuple(dict.fromkeys((*callable_names, *PADDLE_ALIASES, *SYNONYMS, *MODULES, *OPS)))

@@ -159,10 +159,10 @@ def synonyms_of(op: str) -> tuple[str, ...]:
 
 
 def _inverted(pairs: Mapping[str, str]) -> Mapping[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for name, op in pairs.items():
-        found[op] = (*found.get(op, ()), name)
-    return types.MappingProxyType(found)
+        names[op] = (*names.get(op, ()), name)
+    return types.MappingProxyType(names)
 
 
 _BY_OP: Final = _inverted(SYNONYMS)
@@ -409,17 +409,19 @@ _OTHERS: Final = {
 
 
 def _row(name: str, rows: _Rows) -> Op:
-    """Look an op, or what it is made of, up in the lists."""
-    own, parts = (name, *synonyms_of(name)), tuple(rows.parts.split())
+    """Build an op's row from torch's lists, which name the op or the parts that it is composed of."""
+    synonyms, parts = (name, *synonyms_of(name)), tuple(rows.parts.split())
     columns: dict[str, Treatment] = {"CUDA": "native", "CPU": "native"}
     listed: list[tuple[str, str]] = []
     through: list[tuple[str, str]] = []
     for title in ("CUDA", "CPU") if rows.reason != "composite" else ():
-        if (part := next((each for each in (*own, *parts) if each in registered(title)), None)) is not None:
+        if (
+            part := next((candidate for candidate in (*synonyms, *parts) if candidate in registered(title)), None)
+        ) is not None:
             # Portable is what CUDA does. A CPU computes in FP32 what CUDA leaves alone or bans.
             differs = title == "CPU" and rows.portable in ("native", "ban")
             columns[title] = "fp32" if differs else rows.portable
-            (listed if part in own else through).append((title, part))
+            (listed if part in synonyms else through).append((title, part))
     notes = [f"torch {' and '.join(title for title, _ in listed)} list{'s' * (len(listed) > 1)}"] if listed else []
     notes += [f"made of {part}, on torch's {title} list" for title, part in through]
     notes += [f"made of {', '.join(parts)}"] if rows.reason == "composite" else []
