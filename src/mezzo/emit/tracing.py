@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -101,6 +102,8 @@ class Dialect:
             what ``_to_copy`` makes.
         assigned: A line that names a value: ``type``, ``name``, ``value``.
         literal: Spells a number among values of a dtype.
+        instructions: Lines of ``operations`` for whole functions of one FP32 tensor that the language computes at once;
+            each is called as one of aten's with an option.
         stored: A line that writes a value of an element: ``target``, ``value``. This and what follows is of a walk over
             elements, which the room that has it adds to the language.
         stored_of_group: The same of a group.
@@ -115,6 +118,7 @@ class Dialect:
     narrowed: Mapping[torch.dtype, str]
     assigned: str
     literal: Callable[[float, torch.dtype], str]
+    instructions: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     stored: str = ""
     stored_of_group: str = ""
     largest: str = ""
@@ -309,6 +313,10 @@ def _traced(function: Pure, examples: Sequence[Tensor], dialect: Dialect) -> fx.
         for node in [node for node in graph.nodes if _keeps_values(node)]:
             node.replace_all_uses_with(node.all_input_nodes[0])
         graph.eliminate_dead_code()
+        for spelling, whole in dialect.instructions.items():
+            if spelling in dialect.operations:
+                _replace_whole(graph, whole, spelling, dialect)
+        graph.eliminate_dead_code()
     except Exception as error:  # whatever a release of torch's fails with, it may still compute the function
         reasons = [line for line in str(error).splitlines() if line.strip()]
         raise NoKernel(
@@ -327,6 +335,28 @@ def _view_itself(node: fx.Node) -> None:
         view = getattr(getattr(getattr(torch.ops, namespace), name.removesuffix("_copy")), overload)
         args, options = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         node.target, node.meta["val"] = view, view(*args, **options)
+
+
+def _replace_whole(graph: fx.Graph, whole: Callable[[Tensor], Tensor], spelling: str, dialect: Dialect) -> None:
+    """Make one operation of all that a function consists of, wherever it occurs.
+
+    Args:
+        graph: With the operations of another function, in which it may occur.
+        whole: Of one FP32 tensor.
+        spelling: Of the operation: the name of one of aten's, and an option.
+        dialect: The language.
+    """
+    from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
+
+    one = torch.ones((), device="cpu")
+    pattern = _traced(lambda value: (whole(value),), [one], replace(dialect, instructions={}))
+    name, option, value = re.split(", |=", spelling)
+    namespace, operation, overload = name.split(".")
+    (argument,) = (node for node in pattern.nodes if node.op == "placeholder")
+    for match in SubgraphMatcher(pattern).match(graph):
+        (result,) = match.returning_nodes
+        result.target = getattr(getattr(getattr(torch.ops, namespace), operation), overload)
+        result.args, result.kwargs = (match.nodes_map[argument],), {option: value}
 
 
 def _shift_zeros_in(node: fx.Node) -> None:

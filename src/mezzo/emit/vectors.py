@@ -113,6 +113,13 @@ INLINE void write(bfloat16* to, F v) { write(reinterpret_cast<uint16_t*>(to), sh
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
 READ(float16, F, "vcvtph2ps")
 INLINE void write(float16* to, F v) { __asm__("vcvtps2ph $0, %1, %0" : "=m"(at(to)) : "v"(v)); }
+INLINE F rounded_to_float16(F v) {
+    using Half = int16_t __attribute__((vector_size(2 * W)));
+    Half r;
+    __asm__("vcvtps2ph $0, %1, %0" : "=v"(r) : "v"(v));
+    __asm__("vcvtph2ps %1, %0" : "=v"(v) : "v"(r));
+    return v;
+}
 #else
 // Subnormals are integers · 2⁻²⁴, so that none is a subnormal of FP32's on the way, which a process may have set to
 // count as zero.
@@ -130,9 +137,15 @@ INLINE void write(float16* to, F v) {
     const I magnitude16 = magnitude < (143 << 23) ? finite : others;
     write(reinterpret_cast<uint16_t*>(to), magnitude16 | (shifted(pattern, 16) & 0x8000));
 }
+// Next to `coarse` FP32's spacing is FP16's next to v, so that adding it rounds v to nearest even.
+INLINE F rounded_to_float16(F v) {
+    const F power = bits<F>(bits<I>(v) & 0x7F800000);
+    const F coarse = (power < 0x1p-14f ? same<F>(0x1p-14f) : power > 0x1p16f ? same<F>(0x1p16f) : power) * 0x1.8p13f;
+    return bits<F>(bits<I>((v + coarse) - coarse) | (bits<I>(v) & INT32_MIN));
+}
 #endif
 
-// Fewer than W, at the end of a tensor.
+// Fewer than W, at the end of a tensor: what lies beyond it is read as zeros.
 template <class T> INLINE auto load(const T* from, int n) {
     if (n == W) return read(from);
     T row[W] = {};
@@ -149,7 +162,6 @@ template <class T, class V> INLINE void store(T* to, V v, int n) {
 // The largest of a group, of values that are not negative: first lane by lane, then of the lanes of W groups at once.
 INLINE F larger(F v, F w) { return (v > w) | (v != v) ? v : w; }
 INLINE I larger(I v, I w) { return v > w ? v : w; }
-INLINE I among(I v, int n) { return n == W ? v : lanes() < n ? v : I{}; }
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(v, w, ...) __builtin_shufflevector(v, w, __VA_ARGS__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Final
 
@@ -20,7 +20,7 @@ from mezzo.emit.tracing import Dialect, Line, Of
 from mezzo.emit.vectors import VECTORS
 from mezzo.step.executors.source import ORDER, written
 from mezzo.step.moments import GROUP
-from mezzo.step.storage import Storage
+from mezzo.step.storage import Storage, nearest
 from mezzo.step.update import UpdateRule
 
 #: C++ of vectors, where that of numbers says something else: functions have other names, and a condition that holds is
@@ -36,6 +36,7 @@ CPP: Final[Dialect] = replace(
             "aten.abs.default of torch.float32": "size({0})",
             "aten.abs.default of torch.int32": "size({0})",
             "aten.round.default of torch.float32": "rounded({0})",
+            "aten.round.default, to=float16": "rounded_to_float16({0})",
             "aten.sign.default of torch.float32": "to_float(({0} < 0.0f) - ({0} > 0.0f))",
             "aten.__rshift__.Scalar, zeros=True": "shifted({0}, {1})",
             "aten._to_copy.default of torch.bool": "is_nonzero({0})",
@@ -50,7 +51,8 @@ CPP: Final[Dialect] = replace(
     spread="{0}",
     stored="store({target}_row + i, {value}, n);",
     stored_of_group="store({target}_row + i, {value}, n);",
-    largest="{name} = larger({name}, among({value}, n));",
+    largest="{name} = larger({name}, {value});",
+    instructions=MappingProxyType({"aten.round.default, to=float16": partial(nearest, dtype=torch.float16)}),
     literal=lambda value, dtype: str(-int(value)) if dtype == torch.bool else NUMBERS.literal(value, dtype),
 )
 
