@@ -207,7 +207,7 @@ def test_the_cut_is_the_cheapest_of_all_placements():
         graph = capture(model, args, kwargs, Policy.parse(case.policy))
         for objective, fused in itertools.product((0.0, 0.5, 1.0), (False, True)):
             account = Costs(graph, EVEN, objective=objective, fused=fused)
-            low = cheapest(account.problem).low[: len(graph.ops)]
+            cut = cheapest(account.problem).low[: len(graph.ops)]
             free = [op.index for op in graph.ops if op.fixed is None]
             assert len(free) <= 10, name
             costs = []
@@ -216,7 +216,7 @@ def test_the_cut_is_the_cheapest_of_all_placements():
                 for index, is_low in zip(free, chosen, strict=True):
                     low[index] = is_low
                 costs.append(account.totals(low).cost)
-            assert account.totals(low).cost == pytest.approx(min(costs)), (name, objective, fused)
+            assert account.totals(cut).cost == pytest.approx(min(costs)), (name, objective, fused)
             tried += len(costs)
     assert tried > 500
 
