@@ -198,7 +198,7 @@ REMEMBERED: Final = 16
 
 _Latest: TypeAlias = dict[torch.device, tuple[tuple[int, ...], Tensor]]
 
-#: The arguments of the kernels of pass 2: tables of addresses, chunks, numbers, multiplier, flag and count; and a start.
+#: The arguments of the kernels of pass 2: tables of addresses, chunks, numbers, multiplier, flag and count; a start.
 _UPDATED: Final = (
     *(torch.int64, torch.int64, torch.int32),
     *(torch.float32, torch.float32, torch.bool, torch.int64),
