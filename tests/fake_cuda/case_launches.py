@@ -76,7 +76,13 @@ def unknown(monkeypatch):
     """Forget what is known of kernels, before and after."""
 
     def forget():
-        for cache in (choose._working, choose._shared_on, portable.tell, triton_source.update_source, launched._scope):
+        for cache in (
+            choose._working,
+            choose._shared_on,
+            portable.warn_once,
+            triton_source.update_source,
+            launched._scope,
+        ):
             cache.cache_clear()
 
     forget()

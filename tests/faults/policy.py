@@ -15,7 +15,7 @@ FAULTS = (
          "return entry.cuda",
          "tests/policy/test_ops.py::test_ops_outside_torch_s_cuda_lists_are_torch_s_on_an_accelerator",
          "norms=fp32_math would be CUDA's lists"),
-        ("policy: in-place ops return another dtype", "if (form := written_form(op, name)) is not None:", "if False:",
+        ("policy: in-place ops return another dtype", "if (form := written_form(op, name)) is not None:", "if (form := None):",
          "tests/policy/test_ops.py::test_in_place_and_out_forms_are_explained_by_what_returns_a_new_tensor",
          "P13: explain would promise another dtype of exp_ that cannot be"),
         ("policy: movers compute in the widest dtype", 'or op in MOVES else "treated"', 'else "treated"',

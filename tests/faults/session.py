@@ -109,7 +109,7 @@ FAULTS = (
          "tests/session/test_plain_loops.py::test_low_leaves_that_no_optimizer_has_are_unscaled_in_fp32",
          "each gradient would have the error of 1/scale in sixteen bits"),
         ("engine: a pass that has failed goes on", "        engine.under_way.append(ref(session_pass))\n",
-         "        engine.under_way.append(ref(session_pass))\n        created.kept = [created]\n",
+         "        engine.under_way.append(ref(session_pass))\n        session_pass.kept = [session_pass]\n",
          "tests/compat/test_apex_losses.py::test_a_pass_that_fails_is_over_and_leaves_plain_gradients",
          "apex, Accelerate and Lightning would step with gradients that carry the scale"),
         ("engine: gradients of apex's passes are differentiated again",

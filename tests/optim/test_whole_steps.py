@@ -91,7 +91,7 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     kind = "Lion"
     if not isinstance(choose.executor_for(torch.device("cpu")), cpp.Cpp):
         pytest.skip("needs a C++ compiler")
-    portable.tell.cache_clear()
+    portable.warn_once.cache_clear()
     params, optimizer = optimizer_of(kind, torch.bfloat16, 1 << 16)
     others, other = optimizer_of(kind, torch.bfloat16, 1 << 16)
     for param_list in (params, others):

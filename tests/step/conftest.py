@@ -18,7 +18,7 @@ def each(request, monkeypatch):
 @pytest.fixture
 def lacking(monkeypatch):
     """Take operations out of every table, as if a release of torch traced functions to others; nothing is known yet."""
-    caches = (choose._working, choose._shared_on, portable.tell)
+    caches = (choose._working, choose._shared_on, portable.warn_once)
     caches += (cpp_source.update_source, triton_source.update_source)
 
     def forget():

@@ -59,7 +59,7 @@ class _Fault(NamedTuple):
     """What was found in one place.
 
     Attributes:
-        kind: The kind of the finding.
+        finding: The kind of the finding.
         record: The kernel.
         bits: How many of FP32's bits are lost.
         symptom: What goes wrong, in words.
@@ -67,7 +67,7 @@ class _Fault(NamedTuple):
         rules: The rules that cure it, on ops or on modules.
     """
 
-    kind: FindingKind
+    finding: FindingKind
     record: KernelRecord
     bits: int
     symptom: str
@@ -506,4 +506,4 @@ def _finding(fault: _Fault, module: str, rules: Iterable[str]) -> Finding:
     cure = (", or " if key == "fp32" else ", and ").join(part for part in (fault.words, rule and both(rule)) if part)
     text = f"{fault.symptom}, {fault.bits} of FP32's 24 bits lost: write {cure}"
     where = location_text(module, fault.record.op, fault.record.call.line)
-    return Finding(kind=fault.kind, where=where, text=text, rule=rule)
+    return Finding(kind=fault.finding, where=where, text=text, rule=rule)

@@ -17,8 +17,9 @@ from mezzo.sharded import is_distributed, local
 from mezzo.step.executors.choose import executor_for
 from mezzo.tensors import CASTABLE, LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
-#: Gradients as they were, by their ``id``: their versions, and the tensors.
+#: Gradients at an earlier time, by their ``id``: the version that each had then, and the tensor.
 Stale: TypeAlias = dict[int, tuple[int, ReferenceType[Tensor]]]
+#: Indices of tensors by device and dtype, as :func:`alike` returns them.
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 _PLAIN: Final = {Tensor}
@@ -27,63 +28,63 @@ _IS_SPARSE: Final = attrgetter("is_sparse")
 _GRADIENT: Final = attrgetter("grad")
 _DTYPE: Final = attrgetter("dtype")
 _IS_ON_CPU: Final = attrgetter("is_cpu")
-_KIND: Final = attrgetter("device", "dtype")
+_DEVICE_AND_DTYPE: Final = attrgetter("device", "dtype")
 
 
 def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return those of some parameters that have a gradient, and these gradients: each is asked for once."""
+    """Return the parameters that have a gradient, and these gradients. Each ``grad`` is read once."""
     gradients = list(map(_GRADIENT, params))
-    if all(there := list(map(is_not, gradients, repeat(None)))):
+    if all(has_gradient := list(map(is_not, gradients, repeat(None)))):
         return list(params), gradients
-    return list(compress(params, there)), list(compress(gradients, there))
+    return list(compress(params, has_gradient)), list(compress(gradients, has_gradient))
 
 
 def any_gradient(params: list[Tensor]) -> bool:
-    """Whether any of some parameters has a gradient."""
+    """Whether any parameter has a gradient."""
     return any(map(is_not, map(_GRADIENT, params), repeat(None)))
 
 
 def dense(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return those of some parameters that have a gradient, and the tensors that hold these gradients' values.
+    """Return the parameters that have a gradient, and the tensors that hold the values of these gradients.
 
-    Of a sparse gradient those are its coalesced form's. Of a sharded one it is this rank's shard: from here on all
-    tensors are local ones.
+    A sparse gradient is coalesced, and its values are returned. Of a sharded gradient this rank's shard is returned:
+    all tensors of a step are local ones.
     """
     params, gradients = with_gradients(params)
     return params, gradient_values(params, gradients)
 
 
 def gradient_values(params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-    """Return the tensors that hold the values of gradients as :func:`dense` does: the same list where they do so.
+    """Return the tensors that hold the values of gradients, as :func:`dense` does; the list itself if it holds them.
 
     Args:
         params: Parameters that have a gradient.
-        gradients: These.
+        gradients: Their gradients.
     """
     if not {*map(type, gradients)} <= _PLAIN and any(map(is_distributed, gradients)):
         gradients = _summed_shards(params)
     if not any(map(_IS_SPARSE, gradients)):
         return gradients
-    found = [*gradients]
-    for place, gradient in enumerate(gradients):
+    values = [*gradients]
+    for index, gradient in enumerate(gradients):
         if gradient.is_sparse:
-            params[place].grad = gradient = gradient.coalesce()
-            found[place] = gradient._values()
-    return found
+            params[index].grad = gradient = gradient.coalesce()
+            values[index] = gradient._values()
+    return values
 
 
 def _summed_shards(params: list[Any]) -> list[Tensor]:
-    """Return this rank's shards of gradients; those that are sums over ranks not taken yet are taken first."""
+    """Return this rank's shards of gradients; a gradient that ranks have not summed yet is summed first."""
     for param in params:
         gradient = param.grad
-        # Tensor parallelism leaves such gradients with parameters that all ranks hold: the bias of a layer.
+        # Tensor parallelism leaves such partial sums with parameters that all ranks hold, as the bias of a layer.
         if is_distributed(gradient) and any(placement.is_partial() for placement in gradient.placements):
             param.grad = gradient.redistribute(placements=param.placements)
     return [local(param.grad) for param in params]
 
 
 def left_over(gradients: Sequence[Tensor]) -> Stale:
-    """Return what knows gradients as they are now: see :func:`is_left`.
+    """Return the versions of gradients now, for :func:`is_left` to compare with later.
 
     The tensors are held weakly: once one is gone, another may have its ``id``.
     """
@@ -91,12 +92,12 @@ def left_over(gradients: Sequence[Tensor]) -> Stale:
     return dict(zip(map(id, gradients), zip(tensors.versions(values), map(ref, gradients), strict=True), strict=True))
 
 
-def is_left(gradient: Tensor, known: Stale) -> bool:
-    """Whether a gradient is one of those that :func:`left_over` was given, wherever it lies, and unwritten since.
+def is_left(gradient: Tensor, stale: Stale) -> bool:
+    """Whether :func:`left_over` recorded a gradient, and no program has written into it since.
 
-    What is written through ``.data`` leaves no trace.
+    A write through ``.data`` leaves no trace.
     """
-    version, tensor = known.get(id(gradient), (None, None))
+    version, tensor = stale.get(id(gradient), (None, None))
     return tensor is not None and tensor() is gradient and version == tensors.versions([local(gradient)])[0]
 
 
@@ -107,35 +108,37 @@ def norms(
 
     Args:
         gradients: At least one dense tensor, of any floating or complex dtype, on any device.
-        device: Where they go.
-        one_pass: Whether mezzo's optimizers go on with them: then their executor reads these gradients too.
-        groups: What :func:`alike` says of them, where it was asked before.
+        device: The device of the result.
+        one_pass: Whether mezzo's optimizers step next: then the executor that they use reads these gradients too.
+        groups: The result of :func:`alike` for them, if the caller has it.
 
     Returns:
         ``(len(gradients),)`` float32.
     """
     groups = alike(gradients) if groups is None else groups
-    together = _read_together(groups) if one_pass and len(groups) > 1 else list(groups.values())
-    if len(together) == 1:
+    batches = _read_together(groups) if one_pass and len(groups) > 1 else list(groups.values())
+    if len(batches) == 1:
         sizes = _norms_of_alike(gradients, one_pass)
         sizes = sizes if isinstance(sizes, Tensor) else torch.stack([*sizes])
         return sizes if sizes.device == device else moved(sizes, device)
-    found: dict[int, Tensor] = {}
-    for group in together:
-        theirs = _norms_of_alike([gradients[i] for i in group], one_pass)
-        if theirs[0].device != device:  # by one transfer
-            theirs = moved(theirs if isinstance(theirs, Tensor) else torch.stack([*theirs]), device)
-        found.update(zip(group, theirs.unbind() if isinstance(theirs, Tensor) else theirs, strict=True))
-    return torch.stack([found[i] for i in range(len(gradients))])
+    norm_of: dict[int, Tensor] = {}
+    for group in batches:
+        group_norms = _norms_of_alike([gradients[i] for i in group], one_pass)
+        if group_norms[0].device != device:  # by one transfer
+            group_norms = moved(group_norms if isinstance(group_norms, Tensor) else torch.stack([*group_norms]), device)
+        norm_of.update(
+            zip(group, group_norms.unbind() if isinstance(group_norms, Tensor) else group_norms, strict=True)
+        )
+    return torch.stack([norm_of[i] for i in range(len(gradients))])
 
 
 def _read_together(groups: Alike) -> list[Sequence[int]]:
-    """Return the places of gradients by what one executor reads in one pass: real ones, on CPUs up to FP32."""
-    found: defaultdict[tuple[torch.device, torch.dtype | None], list[int]] = defaultdict(list)
-    for (device, dtype), places in groups.items():
+    """Return the indices of gradients that one executor reads in one pass: real ones, and on CPUs up to FP32."""
+    batches: defaultdict[tuple[torch.device, torch.dtype | None], list[int]] = defaultdict(list)
+    for (device, dtype), indices in groups.items():
         is_read = not dtype.is_complex if device.type == "cuda" else device.type == "cpu" and dtype in CASTABLE
-        found[device, None if is_read else dtype] += places
-    return list(found.values())
+        batches[device, None if is_read else dtype] += indices
+    return list(batches.values())
 
 
 def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[Tensor]:
@@ -144,8 +147,8 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[T
         wide = (torch.view_as_real(value) for value in values)
         return [torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide]
     # torch's own norm of low precision takes three times as long on a CPU.
-    low = not _LOW.isdisjoint(map(_DTYPE, values))
-    if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
+    is_low = not _LOW.isdisjoint(map(_DTYPE, values))
+    if (is_low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
         return executor_for(values[0].device).norms(values)
     if values[0].dtype == torch.float64:
         return torch.stack(foreach_norm(values, 2)).float()
@@ -154,29 +157,29 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[T
 
 @torch.no_grad()
 def clear_to_zeros(params: Iterable[Tensor]) -> None:
-    """Write zeros into the gradients of parameters, as ``zero_grad(set_to_none=False)`` does; few launches for all."""
-    together = []
+    """Write zeros into the gradients of parameters, as ``zero_grad(set_to_none=False)`` does, in few launches."""
+    plain = []
     for gradient in (param.grad for param in params if param.grad is not None):
         if gradient.grad_fn is None:
             gradient.requires_grad_(False)
         else:
             gradient.detach_()
         if gradient.layout == torch.strided and not is_distributed(gradient):
-            together.append(gradient)
+            plain.append(gradient)
         else:
             gradient.zero_()
-    for places in alike(together).values():
-        foreach_zero_([together[place] for place in places])
+    for indices in alike(plain).values():
+        foreach_zero_([plain[index] for index in indices])
 
 
 def alike(tensors: list[Tensor]) -> Alike:
-    """Return the places of tensors by device and dtype."""
-    # Making devices takes four times as long as asking for an index, which is one of the process's one accelerator, or
-    # -1 for the CPU among others.
+    """Return the indices of tensors by device and dtype."""
+    # To make a device object takes four times as long as to read the index of a device. An index names a device of the
+    # one kind of accelerator that a process has; -1 is the CPU, among others.
     indices = {*map(Tensor.get_device, tensors)}
-    is_one_place = all(map(_IS_ON_CPU, tensors)) if -1 in indices else len(indices) == 1
-    if is_one_place and len({*map(_DTYPE, tensors)}) == 1:
-        return {_KIND(tensors[0]): range(len(tensors))}
+    is_one_device = all(map(_IS_ON_CPU, tensors)) if -1 in indices else len(indices) == 1
+    if is_one_device and len({*map(_DTYPE, tensors)}) == 1:
+        return {_DEVICE_AND_DTYPE(tensors[0]): range(len(tensors))}
     groups: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         groups[tensor.device, tensor.dtype].append(i)
@@ -189,9 +192,9 @@ def multiply(gradients: list[Tensor], factor: Tensor, groups: Alike | None = Non
     Args:
         gradients: The gradients.
         factor: 0-d.
-        groups: What :func:`alike` says of them, where it was asked before.
+        groups: The result of :func:`alike` for them, if the caller has it.
     """
     groups = alike(gradients) if groups is None else groups
-    for (device, _), places in groups.items():
-        some = gradients if len(groups) == 1 else [gradients[place] for place in places]
-        foreach_mul_(some, moved(factor, device))
+    for (device, _), indices in groups.items():
+        group = gradients if len(groups) == 1 else [gradients[index] for index in indices]
+        foreach_mul_(group, moved(factor, device))

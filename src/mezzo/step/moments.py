@@ -1,8 +1,8 @@
 """Moments in 8 bits: a code for each element, and one BF16 scale for each group of 32 neighbours in memory.
 
 :func:`coded` and :func:`valued` are the one definition, free of branches, that executors trace and kernels repeat. Both
-are element-wise but for the largest element of a group, which sets its scale. :func:`encode` and :func:`decode` are the
-same for whole tensors of any shape.
+are element-wise but for the largest element of a group, which sets its scale. :func:`encode` and :func:`decode` apply
+them to whole tensors of any shape.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mezzo.step.storage import SIGN, stochastic
 from mezzo.step.update import SQUARES
 from mezzo.tensors import described, flat
 
-#: What is kept of one moment: the moment itself, or its codes and their scales.
-Kept: TypeAlias = tuple[Tensor, ...]
+#: The stored tensors of one moment: the moment itself, or its codes and their scales.
+Stored: TypeAlias = tuple[Tensor, ...]
 
 #: Elements that share a scale.
 GROUP: Final = 32
@@ -29,17 +29,17 @@ GROUP: Final = 32
 START: Final = {torch.int8: 2.0**-7, torch.uint8: 2.0**-15}
 #: Where it ends: its last code.
 _END: Final = 2.0 - 2.0**-4
-#: What is left out of an FP32 pattern: 19 of 23 bits after the point.
+#: How many bits of an FP32 pattern codes leave out: 19 of 23 bits after the point.
 _CUT: Final = 19
 #: Random bits that round to the nearest code.
 NEAREST: Final = 1 << (_CUT - 1)
 
 _INFINITE: Final = 0x7F80_0000
 _NAN: Final = 0x7FC0_0000
-#: The pattern of 2^-126: by a smaller scale nothing is divided.
+#: The pattern of 2^-126, the smallest scale: a smaller one could not be divided by.
 _LEAST: Final = 0x0080_0000
-#: So far below 1 that the largest element of a group, rounded up, has the last code, and what that stands for is not
-#: beyond the scale: what was rounded to nearest is kept again, with the same scale.
+#: So far below 1 that the largest element of a group, rounded up, has the last code, and the value of that code is not
+#: beyond the scale: a moment that was rounded to nearest comes back as the same code and scale when it is coded again.
 _BELOW: Final = 1.0 - 2.0**-22
 
 
@@ -108,31 +108,31 @@ def is_coded(dtype: torch.dtype) -> bool:
     return dtype in START
 
 
-def apart(kept: Sequence[Tensor]) -> list[Kept]:
-    """Cut what is kept of all moments of a weight into what is kept of each."""
-    each = 2 if kept and is_coded(kept[0].dtype) else 1
-    return [tuple(kept[place : place + each]) for place in range(0, len(kept), each)]
+def apart(tensors: Sequence[Tensor]) -> list[Stored]:
+    """Cut the stored tensors of all moments of a weight into those of each moment."""
+    size = 2 if tensors and is_coded(tensors[0].dtype) else 1
+    return [tuple(tensors[start : start + size]) for start in range(0, len(tensors), size)]
 
 
-def read(kept: Kept) -> Tensor:
+def read(stored: Stored) -> Tensor:
     """Return a moment in FP32."""
-    return valued(*kept) if len(kept) == 2 else kept[0].to(torch.float32)
+    return valued(*stored) if len(stored) == 2 else stored[0].to(torch.float32)
 
 
-def write(kept: Kept, moment: Tensor, bits: Tensor | None, *, take_high: bool) -> Kept:
-    """Return what to copy into what is kept of a moment: FP32 or int32, which a copy rounds no further.
+def write(stored: Stored, moment: Tensor, bits: Tensor | None, *, take_high: bool) -> Stored:
+    """Return the values to copy into the stored tensors of a moment: FP32 or int32, which a copy rounds no further.
 
     Args:
-        kept: Where to.
+        stored: The tensors to copy into.
         moment: FP32.
         bits: int32 of the same shape, random; None where no moment of the weight is rounded.
-        take_high: Whether to take high bits of them, and not low ones.
+        take_high: Whether to round with their high bits, and not with the low ones.
     """
-    if bits is None or kept[0].dtype == torch.float32:
+    if bits is None or stored[0].dtype == torch.float32:
         return (moment,)
-    count = _CUT if len(kept) == 2 else 16
-    own = bits >> 32 - count if take_high else bits
-    return coded(moment, kept[0].dtype, own) if len(kept) == 2 else (stochastic(moment, own),)
+    count = _CUT if len(stored) == 2 else 16
+    random_bits = bits >> 32 - count if take_high else bits
+    return coded(moment, stored[0].dtype, random_bits) if len(stored) == 2 else (stochastic(moment, random_bits),)
 
 
 def fit(codes: Tensor, scales: Tensor) -> bool:
@@ -146,42 +146,42 @@ def fit(codes: Tensor, scales: Tensor) -> bool:
     """
     (vector,) = flat(codes) or (codes.reshape(-1),)
     largest, last = in_groups(vector).to(torch.int32).abs().amax(-1), torch.iinfo(codes.dtype).max
-    wide = scales.to(torch.float32)
-    is_full = (largest == last) | (largest == last - 1) | (largest == 0)  # somebody may have set all to zero
-    # By a scale of 2^-126 smaller groups are divided, too; nothing is known of one that is not finite.
-    is_full |= wide <= 2.0**-126
-    return bool((is_full & (wide >= 0) | ~wide.isfinite()).all())
+    fp32_scales = scales.to(torch.float32)
+    is_full = (largest == last) | (largest == last - 1) | (largest == 0)  # a program may have set all to zero
+    # Groups of smaller moments have the scale 2^-126, too. Codes with a scale that is not finite may be any.
+    is_full |= fp32_scales <= 2.0**-126
+    return bool((is_full & (fp32_scales >= 0) | ~fp32_scales.isfinite()).all())
 
 
 # Whole tensors -------------------------------------------------------------------------------------------------
 
 
 def num_groups(count: int) -> int:
-    """Return how many groups so many elements have; the last one may not be full."""
+    """Return how many groups hold ``count`` elements; the last group may not be full."""
     return -(-count // GROUP)
 
 
 def codes_of(name: str) -> torch.dtype:
-    """Return the dtype of a moment's codes, by what its rule calls it."""
+    """Return the dtype of a moment's codes, by the name that its rule has for the moment."""
     return torch.uint8 if name in SQUARES else torch.int8
 
 
 def name_of_codes(name: str) -> str:
-    """Return what the codes of a moment are called: a name that nobody takes for the moment's."""
+    """Return the name of the codes of a moment, which other libraries do not read as the moment's."""
     return f"{name}_codes"
 
 
 def scale_of(name: str) -> str:
-    """Return what the scales of a moment are called beside its codes."""
+    """Return the name of the scales of a moment."""
     return f"{name}_scale"
 
 
 def zeros(name: str, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return what is kept of a moment before the first step, by name.
+    """Return the stored tensors of a moment before the first step, by name.
 
     Args:
         name: The moment's, as its rule calls it.
-        weight: Whose moment it is; as it lies in memory and over ranks, so does the moment.
+        weight: The weight; its moment has the same layout in memory and over ranks.
         dtype: ``torch.float32`` or ``torch.bfloat16``; ``torch.int8`` for codes with scales.
     """
     if dtype != torch.int8:
@@ -199,32 +199,32 @@ def spread(scales: Tensor, codes: Tensor) -> Tensor:
         scales: (groups,).
         codes: Without gaps.
     """
-    each = torch.empty_like(codes, dtype=scales.dtype)
-    (vector,) = flat(each) or (each.view(-1),)
+    scale_of_code = torch.empty_like(codes, dtype=scales.dtype)
+    (vector,) = flat(scale_of_code) or (scale_of_code.view(-1),)
     vector.copy_(scales.view(-1, 1).expand(-1, GROUP).reshape(-1)[: codes.numel()])
-    return each
+    return scale_of_code
 
 
-def gathered(each: Tensor, codes: Tensor) -> Tensor | None:
-    """Return the scales (groups,) of which :func:`spread` makes these; None where groups have several. A host sync."""
-    vectors = flat(each, codes)
+def gathered(scale_of_code: Tensor, codes: Tensor) -> Tensor | None:
+    """Return the scales (groups,) that :func:`spread` laid out; None where a group has several. A host sync."""
+    vectors = flat(scale_of_code, codes)
     if vectors is None:
         return None
-    scales, places = in_groups(vectors[0]), torch.arange(GROUP, device=codes.device)
+    scales, positions = in_groups(vectors[0]), torch.arange(GROUP, device=codes.device)
     last = torch.full((len(scales), 1), GROUP, device=codes.device)
     last[-1:] = codes.numel() - GROUP * (len(scales) - 1)
-    is_same = (scales.view(torch.int16) == scales[:, :1].view(torch.int16)) | (places >= last)
+    is_same = (scales.view(torch.int16) == scales[:, :1].view(torch.int16)) | (positions >= last)
     return scales[:, 0].contiguous() if is_same.all() else None
 
 
 def in_groups(vector: Tensor) -> Tensor:
     """Return a vector as groups (groups, 32): the same memory, or a copy with zeros at its end."""
-    rest = -len(vector) % GROUP
-    return (torch.nn.functional.pad(vector, (0, rest)) if rest else vector).view(-1, GROUP)
+    num_missing = -len(vector) % GROUP
+    return (torch.nn.functional.pad(vector, (0, num_missing)) if num_missing else vector).view(-1, GROUP)
 
 
 def elements(groups: Tensor, codes: Tensor) -> Tensor:
-    """View groups (groups, 32) as a tensor that lies in memory as codes do, which :func:`in_groups` was given."""
+    """View groups (groups, 32) as a tensor with the layout of codes, whose vector :func:`in_groups` has cut."""
     return groups.view(-1)[: codes.numel()].as_strided(codes.shape, codes.stride())
 
 
@@ -241,7 +241,7 @@ def encode(moment: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
         so in memory.
 
     Raises:
-        PolicyError: ``moment`` is something else, or another ``dtype``.
+        PolicyError: ``moment`` is of another dtype, or ``dtype`` is none of these.
 
     **Cost**: some FP32 temporaries. No host sync.
 
@@ -259,10 +259,10 @@ def encode(moment: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
             write="encode(moment.float(), torch.int8)",
         )
     codes = torch.empty_like(moment, dtype=dtype, memory_format=torch.preserve_format)
-    wide = torch.empty_like(codes, dtype=torch.float32).copy_(moment)
-    (vector,) = flat(wide) or (wide.view(-1),)
-    found, scales = coded(in_groups(vector), dtype)
-    return codes.copy_(elements(found, codes)), scales.view(-1).to(torch.bfloat16)
+    decoded = torch.empty_like(codes, dtype=torch.float32).copy_(moment)
+    (vector,) = flat(decoded) or (decoded.view(-1),)
+    group_codes, scales = coded(in_groups(vector), dtype)
+    return codes.copy_(elements(group_codes, codes)), scales.view(-1).to(torch.bfloat16)
 
 
 @torch.no_grad()

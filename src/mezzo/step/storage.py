@@ -1,4 +1,4 @@
-"""How a weight lies in memory: the tensor that the model computes with, and what may lie beside it.
+"""How a weight lies in memory: the tensor that the model computes with, and its remainder if it has one.
 
 A storage takes the stored tensors of a weight, its *parts*, to one FP32 value and back, element by element. Rules see
 FP32 only; executors know no particular storage.
@@ -29,7 +29,7 @@ _NAN: Final = 0x7FC0_0000
 
 
 def one_nan(w: Tensor) -> Tensor:
-    """Give every NaN the pattern 0x7FC00000 and its sign: 0x7FFFFFFF would round to −0.0 in BF16."""
+    """Return values whose NaNs have the pattern 0x7FC00000 and their sign: 0x7FFFFFFF would round to −0.0 in BF16."""
     nan = ((w.view(torch.int32) & SIGN) | _NAN).view(torch.float32)
     return torch.where(w != w, nan, w)
 
@@ -170,19 +170,19 @@ def joined(high: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tensor:
         high half that was written since, beside the remainder of another value: at most half a spacing from it.
     """
     if dtype == torch.bfloat16:
-        # Nothing rounds to zero from below its own pattern: such a remainder is that of a weight set to zero since,
-        # and the sum of patterns would be a NaN.
-        own = torch.where(high.abs() > 0.0, remainder, remainder.clamp(0, 0x7FFF))
-        # An infinity or NaN is the value, whatever is beside it.
-        own = torch.where(high.abs() <= _LARGEST[dtype], own, 0)
-        return (high.view(torch.int32) + own).view(torch.float32)
+        # No pattern is below that of zero: a negative remainder beside a zero is that of the value which the weight had
+        # before it was set to zero, and the sum of patterns would be a NaN.
+        bounded = torch.where(high.abs() > 0.0, remainder, remainder.clamp(0, 0x7FFF))
+        # An infinity or NaN is the value, whatever the remainder is.
+        bounded = torch.where(high.abs() <= _LARGEST[dtype], bounded, 0)
+        return (high.view(torch.int32) + bounded).view(torch.float32)
     size = high.abs()
     # Half a spacing is 2^12 FP32 spacings, but just below 2^-14 it is 2^13: FP32's halves there, and FP16's does not.
     nearby = torch.where(
         size > _SMALLEST_NORMAL_FP16, remainder.clamp(-0x1000, 0x1000), remainder.clamp(-0x2000, 0x1000)
     )
-    own = torch.where(size <= _LARGEST[dtype], nearby, 0)
-    direct = (high.view(torch.int32) + own).view(torch.float32)
+    bounded = torch.where(size <= _LARGEST[dtype], nearby, 0)
+    direct = (high.view(torch.int32) + bounded).view(torch.float32)
     # Remainders of subnormal weights, in units of 2^-39, are up to 2^14. Minus the negated remainder: −0.0 − 0.0 keeps
     # its sign, −0.0 + 0.0 does not.
     fixed = high - (-remainder.clamp(-0x4000, 0x4000)).to(torch.float32) * 2.0**-39
@@ -203,7 +203,7 @@ def encode(w: Tensor, dtype: torch.dtype | str, *, name: str | None = None) -> t
 
     Raises:
         NumericsError: A finite weight that ``dtype`` would round to infinity (FP16: beyond 65504).
-        PolicyError: ``w`` is something else, or another ``dtype``.
+        PolicyError: ``w`` is not FP32, or ``dtype`` is another one.
 
     **Cost**: 4 bytes a weight read twice and 4 written; a few MiB of scratch. One host sync, for the refusal.
 
@@ -216,17 +216,19 @@ def encode(w: Tensor, dtype: torch.dtype | str, *, name: str | None = None) -> t
         tensor([1.0000, 0.1000])
     """
     _check(_is(w, torch.float32), f"split storage of {_named(w)}", "encode(w.float(), torch.bfloat16)")
-    low: torch.dtype = dtype_of(dtype)
-    _check(low in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16")
-    hi, lo = torch.empty_like(w, dtype=low), torch.empty_like(w, dtype=torch.int16)
-    refuse_beyond([(w, low)], name)
+    low_dtype: torch.dtype = dtype_of(dtype)
+    _check(
+        low_dtype in _LARGEST, f"split storage with a {dtype} high half", "encode(w, torch.bfloat16) or torch.float16"
+    )
+    hi, lo = torch.empty_like(w, dtype=low_dtype), torch.empty_like(w, dtype=torch.int16)
+    refuse_beyond([(w, low_dtype)], name)
     encode_into(w, hi, lo)
     return hi, lo
 
 
 @torch.no_grad()
 def encode_into(w: Tensor, hi: Tensor, lo: Tensor) -> None:
-    """Store FP32 weights in halves that are there.
+    """Store FP32 weights in existing halves.
 
     Args:
         w: FP32. A finite weight beyond the range of ``hi`` becomes infinite.
@@ -234,7 +236,7 @@ def encode_into(w: Tensor, hi: Tensor, lo: Tensor) -> None:
         lo: int16, of the same shape.
 
     Raises:
-        PolicyError: Something else.
+        PolicyError: Another dtype, or shapes that differ.
 
     **Cost**: 4 bytes a weight read and 4 written; a few MiB of scratch. No host sync.
     """
@@ -262,7 +264,7 @@ def decode(hi: Tensor, lo: Tensor) -> Tensor:
         FP32 weights with the layout of ``hi``.
 
     Raises:
-        PolicyError: Something else.
+        PolicyError: Another dtype, or shapes that differ.
 
     **Cost**: 4 bytes a weight read and 4 written; a few MiB of scratch. No host sync.
     """
@@ -310,7 +312,7 @@ def refuse_beyond(weights: Sequence[tuple[Tensor, torch.dtype]], name: str | Non
         name: The parameter's name, for the error.
 
     Raises:
-        NumericsError: With how many there are of the first.
+        NumericsError: For the first tensor with such weights, with their number.
     """
     counts = [_count_beyond(w, dtype) for w, dtype in weights]
     if not counts or not int(torch.stack([moved(count, counts[0].device) for count in counts]).sum()):
@@ -344,9 +346,9 @@ def _check_halves(hi: object, lo: object, write: str) -> None:
     _check(_is(lo, torch.int16), f"split storage with {_named(lo)} as its remainder", write)
 
 
-def _check(fits: bool, what: str, write: str) -> None:
+def _check(fits: bool, mistake: str, write: str) -> None:
     if not fits:
-        raise PolicyError(what, why="a FP32 weight is split into a FP16 or BF16 half and an int16 one", write=write)
+        raise PolicyError(mistake, why="a FP32 weight is split into a FP16 or BF16 half and an int16 one", write=write)
 
 
 Parts: TypeAlias = tuple[Tensor, ...]
@@ -357,11 +359,11 @@ class Storage:
     """One way to store weights.
 
     Args:
-        name: What messages and compiled kernels call it.
+        name: Its name in messages and compiled kernels.
         extra: Whether a second tensor lies beside each weight.
         read: ``(parts) -> w``: the FP32 value of stored elements. Pure and element-wise.
-        write: ``(w, dtype) -> values``: what to copy into each part, as FP32 or int32. Pure and element-wise. None
-            where an update reads weights and leaves them as they are.
+        write: ``(w, dtype) -> values``: the values to copy into each part, as FP32 or int32. Pure and element-wise.
+            None where an update reads weights and does not write them.
     """
 
     name: str
@@ -392,5 +394,5 @@ def _write_plain(w: Tensor, dtype: torch.dtype) -> Parts:
 SPLIT: Final = Storage(name="split", extra=True, read=_read_split, write=halves)
 #: The same, for updates that read the weight and write other tensors alone.
 READ: Final = Storage(name="read", extra=True, read=_read_split, write=None)
-#: The weight is all there is: FP32, or low precision rounded to nearest after every update.
+#: The weight alone: FP32, or low precision rounded to nearest after every update.
 PLAIN: Final = Storage(name="plain", extra=False, read=lambda parts: parts[0].to(torch.float32), write=_write_plain)

@@ -1,7 +1,7 @@
-"""The two passes of a step: one over the raw gradients that decides, one over everything else that updates.
+"""The two passes of a step: pass 1 reads the gradients and decides, pass 2 updates the weights.
 
-Between them go four numbers on the device, so that nothing waits for the host. What is in memory and how it is cut is
-the executors' business (:mod:`mezzo.step.executors`); what happens to an element is said here, once.
+Four numbers on the device carry the decision from pass 1 to pass 2, so that no pass waits for the host. Executors
+(:mod:`mezzo.step.executors`) decide how memory is read and cut; this file defines, once, what happens to an element.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from mezzo.tensors import moved
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Verdict:
-    """What one pass over the gradients has decided of a step, as device tensors.
+    """The decision of pass 1 on a step, as device tensors.
 
-    The session computes it once. Optimizers, closures and captured graphs take it as it is.
+    The session computes it once. Optimizers, closures and captured graphs read it.
 
     Attributes:
         norms: (gradients,) float32: the 2-norm of each gradient as it is, still scaled; empty where another library
             has judged.
         grad_norm: 0-d float32: the 2-norm of all of them together, unscaled, before clipping; NaN where another
             library has judged.
-        found_inf: 0-d bool: whether it is not finite, so that nothing may be written.
+        found_inf: 0-d bool: whether that norm is not finite, so that nothing may be written.
         multiplier: 0-d float32: clip coefficient / scale.
         is_one: Whether the multiplier is 1 by construction, which the host knows: no scale, and nothing is clipped.
-        as_fused: What :func:`as_fused` makes of it, where that was computed along with it.
+        as_fused: The result of :func:`as_fused`, where it was computed together with the verdict.
     """
 
     norms: Tensor
@@ -54,8 +54,8 @@ class Verdict:
 
         Args:
             found_inf: Not zero to skip the step; ``None`` to take it.
-            grad_scale: What to divide the gradients by; ``None`` for nothing.
-            device: Where to.
+            grad_scale: The number to divide the gradients by; ``None`` not to divide.
+            device: The device of the verdict.
         """
         one = torch.ones((), dtype=torch.float32, device=device)
         return cls(
@@ -67,14 +67,14 @@ class Verdict:
         )
 
     def on(self, device: torch.device) -> Verdict:
-        """Return what an update needs of it on another device. No host sync, unless that is the CPU."""
+        """Return the verdict with what an update reads of it on another device. A host sync if that is the CPU."""
         if self.found_inf.device == device:
             return self
         found_inf, multiplier = moved(self.found_inf, device), moved(self.multiplier, device)
         return replace(self, found_inf=found_inf, multiplier=multiplier, as_fused=())
 
     def applied(self) -> Verdict:
-        """Return the verdict on the same gradients once they were multiplied in place."""
+        """Return the verdict on the same gradients after they were multiplied in place."""
         return (
             self
             if self.is_one
@@ -89,11 +89,11 @@ class Judged:
     Attributes:
         params: The models' parameters that have gradients.
         gradients: Their gradients, dense, of the same order.
-        scale: 0-d float32: what they carry; ``None`` for plain ones.
-        verdict: Whether to update, and what to multiply them by.
+        scale: 0-d float32: the loss scale that the gradients carry; ``None`` for plain ones.
+        verdict: Whether to update, and the number to multiply the gradients by.
         is_clipped: Whether the verdict's multiplier clips.
         is_alike: Whether all gradients are of one dtype on one device.
-        losses: What the backward passes have differentiated, in their order; 0-d.
+        losses: The losses that the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
     """
 
@@ -108,13 +108,13 @@ class Judged:
 
 
 def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tensor | None = None) -> Verdict:
-    r"""Finish pass 1: whether to update, and what to multiply gradients by.
+    r"""Return the verdict of pass 1: whether to update, and the number to multiply gradients by.
 
     .. math:: n = \frac{1}{S} \sqrt{\sum_i n_i^2}, \qquad
               multiplier = \frac{1}{S} \min\left(1, \frac{max\_norm}{n + 10^{-6}}\right)
 
-    An infinity that unscaling itself
-    makes is found too, and so is a sum of squares beyond 3.4e38 (a finite gradient above 1.8e19).
+    A step is skipped too where unscaling itself makes an infinity, and where the sum of squares is beyond 3.4e38 (a
+    finite gradient above 1.8e19).
 
     Args:
         norms: (gradients,) float32: 2-norms of the scaled gradients, as ``Executor.norms`` gives them; of sharded
@@ -151,8 +151,8 @@ def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tens
 
 
 def clip_coefficient(grad_norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """Return what ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm by, its epsilon included."""
-    # As torch divides a number by a tensor, spelled out: a kernel that takes the number as a tensor divides so, too.
+    """Return the factor by which ``torch.nn.utils.clip_grad_norm_`` clips gradients of this norm, with its epsilon."""
+    # Spelled out as torch divides a number by a tensor, so that a kernel that reads the number as a tensor agrees.
     return ((grad_norm + 1e-6).reciprocal() * max_norm).clamp_max(1.0)
 
 
@@ -162,13 +162,13 @@ def not_finite(number: Tensor) -> Tensor:
 
 
 def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what :func:`judge` finds out, as a function of tensors and numbers alone.
+    """Return the numbers of :func:`judge`, as a function of tensors and numbers alone.
 
     Args:
         is_scaled: Whether the gradients carry a scale.
         is_clipped: Whether their norm is clipped.
         norms: 2-norms of the gradients.
-        *numbers: The scale, where there is one, and then what to clip to.
+        *numbers: The scale if the gradients carry one, and then the norm to clip to if they are clipped.
 
     Returns:
         ``grad_norm``, ``found_inf`` and ``multiplier`` of a :class:`Verdict`.
@@ -178,62 +178,63 @@ def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> 
 
 
 def concluded(
-    is_scaled: bool, is_clipped: bool, is_told: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
+    is_scaled: bool, is_clipped: bool, with_fused: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return the verdict on a step, as one pure function of tensors and numbers.
 
     Args:
         is_scaled: Whether the gradients carry a scale.
         is_clipped: Whether their norm is clipped.
-        is_told: Whether optimizers of torch's may be told it.
-        num_inner: How many flags there are of gradients that a loss was computed from: 0 or 1.
+        with_fused: Whether to return :func:`as_fused` too, for torch's fused optimizers.
+        num_inner: The number of flags for gradients that a loss was computed from: 0 or 1.
         num_losses: How many losses were differentiated.
-        total: Norms whose own norm is that of all gradients.
-        *rest: The scale, where there is one; what to clip to; then these flags, these losses, and flags of gradients
-            that were not finite when they were unscaled.
+        total: Norms whose 2-norm is that of all gradients.
+        *rest: The scale if the gradients carry one; the norm to clip to if they are clipped; then these flags, these
+            losses, and flags of gradients that were not finite when they were unscaled.
 
     Returns:
-        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, or what it
-        was computed from, so that the loss scale stays; and if need be the verdict's ``as_fused``.
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss, or a gradient that it was computed
+        from, was not finite itself, so that the loss scale stays; and with ``with_fused`` the verdict's ``as_fused``.
     """
     numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
     inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
     grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
-    wrong = [*map(not_finite, losses), *inner]  # an inner one has moved a scale of its own
-    failed = reduce(or_, wrong) if wrong else found_inf.ne(found_inf)  # no: in words that kernels are written from
+    wrong = [*map(not_finite, losses), *inner]  # an inner backward pass has adapted a loss scale of its own
+    # Where no loss is known, this is False, by an operation that kernels can be written from.
+    failed = reduce(or_, wrong) if wrong else found_inf.ne(found_inf)
     for flag in (*wrong, *flags):
         found_inf = found_inf | flag
     verdict = grad_norm, found_inf, multiplier, failed
-    return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict
+    return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if with_fused else verdict
 
 
 def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
-    """Return whether to skip as torch's fused optimizers take it, and what they divide gradients by, if anything."""
-    return found_inf.to(torch.float32), *[each.reciprocal() for each in multiplier]
+    """Return ``found_inf`` for torch's fused optimizers, and the scale that they divide gradients by, if any."""
+    return found_inf.to(torch.float32), *[factor.reciprocal() for factor in multiplier]
 
 
 def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
-    """Return how many updates there were, given how many there were before this step. No host sync."""
+    """Return the counts of updates after this step, from those before it. No host sync."""
     return tuple([step + ~found_inf for step in steps])
 
 
 def numbers_of_step(rules: tuple[UpdateRule, ...], found_inf: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
-    """Return how many updates there are, and what elements share: a function of which executors write one kernel.
+    """Return the counts of updates, and the numbers that elements share: executors write one kernel of this function.
 
     Args:
         rules: A rule for each of several counts.
         found_inf: 0-d bool: whether the step is skipped.
-        *numbers: How many updates there were before this step, one for each rule; then the hyper-parameters of each.
+        *numbers: The count of updates before this step, one for each rule; then the hyper-parameters of each rule.
 
     Returns:
-        How many updates there are, for each rule; and then :meth:`UpdateRule.scalars` of each. No host sync.
+        The count of updates after this step, for each rule; then :meth:`UpdateRule.scalars` of each. No host sync.
     """
-    place = len(rules)
-    after, scalars = counted(found_inf, *numbers[:place]), []
+    start = len(rules)
+    after, scalars = counted(found_inf, *numbers[:start]), []
     for rule, step in zip(rules, after, strict=True):
-        end = place + len(rule.hypers)
-        scalars.append(rule.scalars(dict(zip(rule.hypers, numbers[place:end], strict=True)), step))
-        place = end
+        end = start + len(rule.hypers)
+        scalars.append(rule.scalars(dict(zip(rule.hypers, numbers[start:end], strict=True)), step))
+        start = end
     return (*after, *scalars)
 
 
@@ -241,21 +242,21 @@ def numbers_of_step(rules: tuple[UpdateRule, ...], found_inf: Tensor, *numbers: 
 class Bucket:
     """Weights that are always updated together: one device, one rule, one storage, one history.
 
-    A parameter that misses a step which others take (its gradient is None) belongs in a bucket of its own from then
-    on, since bias corrections depend on the count.
+    A parameter that has no gradient in a step of the other parameters belongs in a bucket of its own from then on,
+    since bias corrections depend on the count.
 
     Args:
-        rule: What to do.
+        rule: The update rule.
         storage: How the weights lie in memory.
         hypers: The rule's hyper-parameters: 0-d float64 tensors on the device.
-        step: 0-d int64 on the device: how many updates there were, this one included where an update runs.
+        step: 0-d int64 on the device: the count of updates; while an update runs, with that update.
         weights: The model's tensors.
         extras: The tensor that lies beside each weight, or None where the storage has none.
         states: The rule's states of each weight, float32 or bfloat16, laid out as the weight is; or the codes of each
             state, laid out so, and then its scales (:mod:`mezzo.step.moments`). What is not float32 is rounded at
             random: to nearest, a second moment could never shrink (0.999 of it rounds to itself).
         seed: For random rounding; ranks that hold different weights give different ones.
-        only_move: Whether of all these tensors, and of gradients, nothing changes for life but where they lie.
+        only_move: Whether these tensors and the gradients never change in anything but their addresses.
     """
 
     rule: UpdateRule
@@ -279,7 +280,7 @@ class Bucket:
 
 
 def scales_among(storage: Storage, targets: Sequence[Tensor]) -> range:
-    """Return the places of scales among the tensors that an update writes: all others have one value an element.
+    """Return the indices of scales among the tensors that an update writes: the other tensors have a value an element.
 
     Args:
         storage: How the weight is stored.
@@ -297,7 +298,7 @@ class BucketUpdate(ABC):
 
     @abstractmethod
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Refuse what cannot be updated, and have kernels and tables for the rest; nothing is written.
+        """Prepare an update: compile kernels and write tables, or refuse the gradients. No weight is written.
 
         Args:
             gradients: float32, or a low precision; in the order of the weights; any layout.
@@ -315,26 +316,26 @@ class BucketUpdate(ABC):
 
         Args:
             gradients: What :meth:`ready` returned.
-            verdict: On them.
-            step: 0-d int64 on the device: the count of updates with this one in it.
-            scalars: Of the bucket's rule in this step.
+            verdict: The verdict on the step.
+            step: 0-d int64 on the device: the count of updates, with this one.
+            scalars: The numbers of the bucket's rule in this step.
         """
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
-        """Make ready and write, where ``bucket.step`` counts this step."""
+        """Call :meth:`ready` and :meth:`write`, where ``bucket.step`` counts this step."""
         bucket = self.bucket
         self.write(self.ready(gradients), verdict, bucket.step, bucket.rule.scalars(bucket.hypers, bucket.step))
 
 
 class Executor(Protocol):
-    """One way to carry the passes out; all agree with :func:`updated` to the last roundings of the arithmetic."""
+    """An implementation of both passes; all agree with :func:`updated` up to the last roundings of the arithmetic."""
 
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """Read gradients once: (gradients,) float32, the 2-norm of each, not finite if a value is not."""
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """Return pass 2 for a bucket. Tensors that are given other memory later are found again."""
+        """Return pass 2 for a bucket. Each call reads the addresses of tensors anew, so that they may move."""
 
 
 def updated(
@@ -347,9 +348,9 @@ def updated(
     key: Tensor,
     order: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Pass 2 as a pure function of tensors: what to copy into each part and each state.
+    """Return the values to copy into each part and each state: pass 2 as a pure function of tensors.
 
-    It is element-wise, but for states in codes: elements are (groups, 32) then, and scales (groups, 1).
+    The function is element-wise, but for states in codes: elements are (groups, 32) then, and scales (groups, 1).
 
     Args:
         rule: The update rule.
@@ -366,13 +367,13 @@ def updated(
         target itself.
     """
     parts, states = tuple(targets[: storage.num_parts]), targets[storage.num_parts :]
-    kept = moments.apart(states)
-    wide = tuple(map(moments.read, kept))
-    weight, new = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), wide, scalars)
+    stored = moments.apart(states)
+    decoded = tuple(map(moments.read, stored))
+    weight, new_moments = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), decoded, scalars)
     values = parts if storage.write is None else storage.write(weight, parts[0].dtype)
     is_random = any(state.dtype != torch.float32 for state in states)
-    bits = [noise(order, key, number) for number in range(1, 1 + (len(kept) + 1) // 2)] if is_random else []
-    for place, (each, moment) in enumerate(zip(kept, new, strict=True)):
-        # Two moments share 32 random bits: one takes some low ones, the other some high ones.
-        values = *values, *moments.write(each, moment, bits[place // 2] if bits else None, take_high=place % 2 > 0)
+    bits = [noise(order, key, number) for number in range(1, 1 + (len(stored) + 1) // 2)] if is_random else []
+    for index, (tensors, moment) in enumerate(zip(stored, new_moments, strict=True)):
+        # Two moments share 32 random bits: one is rounded with low bits, the other with high ones.
+        values = *values, *moments.write(tensors, moment, bits[index // 2] if bits else None, take_high=index % 2 > 0)
     return values

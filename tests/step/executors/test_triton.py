@@ -83,7 +83,7 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     capturing = True
     monkeypatch.setattr(tables, "_is_capturing", lambda device: capturing)
     take(executor, bucket, update, gradients)
-    kept = list(executor._kept)
+    kept = list(executor._retained)
     assert sum(each is update.addresses.table for each in kept) == 2  # both passes read it
     assert any(each[0] is update.table for each in kept if isinstance(each, tuple))
     theirs = copied(bucket)
@@ -93,7 +93,7 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     assert_same(bucket, theirs, True)
     assert not uploads
     addresses = torch.tensor([gradient.data_ptr() for gradient in elsewhere])
-    fresh = [pair for pair in executor._kept[len(kept) :] if len(pair) == 2 and torch.is_tensor(pair[1])]
+    fresh = [pair for pair in executor._retained[len(kept) :] if len(pair) == 2 and torch.is_tensor(pair[1])]
     recorded = [pair for pair in fresh if all(torch.equal(each, addresses) for each in pair)]
     assert len(recorded) == 2  # one for each pass, in host and device memory
     for _ in range(tables.RESERVE - 1):
@@ -148,7 +148,7 @@ def test_the_reserve_is_filled_again_by_an_uncaptured_step(monkeypatch):
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
         alike_steps(executor, bucket, update, 3, alive)
-    assert len(executor._kept) >= 4 * 3
+    assert len(executor._retained) >= 4 * 3
     with pytest.raises(UnsupportedError, match=r"(?s)had new addresses 4 times.*at most 4 steps in a graph"):
         alike_steps(executor, copied(bucket), lambda gradients, verdict: None, 2, alive)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)

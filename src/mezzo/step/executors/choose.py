@@ -38,18 +38,18 @@ def update_of(bucket: Bucket) -> BucketUpdate:
     return executor_for(bucket.step.device).update_of(bucket)
 
 
-def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:
-    """Compute some of the few numbers that all of a step shares: in one launch, where kernels can be written.
+def shared(function: Pure, constants: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:
+    """Return numbers that all elements of a step share: computed in one launch, where kernels can be written.
 
     Args:
         function: Pure: without a branch on values, from 0-d tensors, vectors and numbers to tensors.
-        given: Its first arguments; code is written for each set of them.
-        tensors: The others: of one device, the first a tensor. One that the function returns, or a copy of it, may come
-            back as the tensor itself.
+        constants: Its first arguments; code is written for each set of them.
+        tensors: The other arguments: of one device, the first a tensor. An argument that the function returns, or a
+            copy of it, may come back as the tensor itself.
     """
     device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
     launched = _shared_on(device) if device.type == "cuda" and has_triton() else None
-    return function(*given, *tensors) if launched is None else launched(function, given, tensors)
+    return function(*constants, *tensors) if launched is None else launched(function, constants, tensors)
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def _working(device: torch.device) -> Executor:
     elif device.type == "cuda" and has_triton():
         from mezzo.step.executors.triton import Triton, refuse_capture
 
-        refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
+        refuse_capture(device, "the first step of all")  # no kernel can be tried in a graph, and no result is cached
         executor = Triton()
     else:
         logger.warning(_BLOCK_BY_BLOCK, device, "kernels are written for CPUs, and for NVIDIA's GPUs with Triton")

@@ -21,13 +21,13 @@ from mezzo.step.executors.portable import (
     by_dtype,
     chunked,
     table_of,
-    tell,
     vectors,
+    warn_once,
 )
 from mezzo.step.storage import keys
 from mezzo.step.verdict import Bucket, BucketUpdate, Verdict
 
-#: Elements that one thread takes at a time.
+#: Elements of a chunk, which one thread computes.
 CHUNK: Final = 1 << 14
 #: Sets of gradients whose tables pass 1 remembers.
 REMEMBERED: Final = 16
@@ -36,7 +36,7 @@ REMEMBERED: Final = 16
 class Cpp:
     """One call for each pass over a bucket, however many tensors there are.
 
-    Loops over elements, one for each set of dtypes, that a C++ compiler turns into vector instructions. Chunks of
+    Each set of dtypes has a loop over elements, which a C++ compiler turns into vector instructions. Chunks of
     tensors are shared among OpenMP's threads, torch's own where torch runs on the compiler's OpenMP (GCC's, in torch's
     packages for Linux). Weights with gaps, or whose states lie otherwise, are updated one by one with
     torch's operations.
@@ -51,7 +51,7 @@ class Cpp:
     def __init__(self) -> None:
         # One executor serves all optimizers of a process, in any thread. The cache of C's needs no lock: one that is
         # taken in Python can be left locked by an interrupt, and the next step would wait for ever.
-        self._known = lru_cache(REMEMBERED)(_CppNorms)
+        self._norms_of = lru_cache(REMEMBERED)(_CppNorms)
 
     def require(self, device: torch.device) -> None:
         """Compile pass 1 for FP32.
@@ -59,16 +59,16 @@ class Cpp:
         Raises:
             UnsupportedError: There is no C++ compiler with OpenMP.
         """
-        self._known((torch.float32,), (1,))
+        self._norms_of((torch.float32,), (1,))
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
         """See :class:`mezzo.step.verdict.Executor`."""
         read, dtypes = vectors(gradients)
         try:
-            return self._known(tuple(dtypes), tuple(map(Tensor.numel, read)))(read)
-        except NoKernel as error:  # the compiler is gone since
-            tell(str(error))
+            return self._norms_of(tuple(dtypes), tuple(map(Tensor.numel, read)))(read)
+        except NoKernel as error:  # the compiler was removed meanwhile
+            warn_once(str(error))
             return Portable().norms(gradients)
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
@@ -80,19 +80,19 @@ class _CppNorms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
     def __init__(self, dtypes: Sequence[torch.dtype], lengths: Sequence[int]) -> None:
-        self.lengths, kinds = as_table(lengths), list(zip(dtypes, lengths, strict=True))
+        self.lengths = as_table(lengths)
         self.launches = [
-            (_kernel(norm_source(dtype)), cut, cut[:, 0].long(), sum(length for kind, length in kinds if kind == dtype))
-            for dtype, _, cut in by_dtype(kinds, CHUNK)
-            if len(cut)
+            (_kernel(norm_source(dtype)), chunks, chunks[:, 0].long(), int(self.lengths[indices].sum()))
+            for dtype, indices, chunks in by_dtype(list(zip(dtypes, lengths, strict=True)), CHUNK)
+            if len(chunks)
         ]
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
-        places = table_of(vectors)
+        addresses = table_of(vectors)
         squares = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
-        for kernel, cut, owners, elements in self.launches:
-            sums = torch.empty(len(cut), dtype=torch.float64, device="cpu")
-            kernel(places, self.lengths, cut, len(cut), CHUNK, sums, threads(elements))
+        for kernel, chunks, owners, elements in self.launches:
+            sums = torch.empty(len(chunks), dtype=torch.float64, device="cpu")
+            kernel(addresses, self.lengths, chunks, len(chunks), CHUNK, sums, threads(elements))
             squares.index_add_(0, owners, sums)
         return squares.sqrt_().to(torch.float32)
 
@@ -105,24 +105,24 @@ class _CppUpdate(TabledUpdate):
         self.random = bucket.random
         self.no_keys = torch.zeros(1, dtype=torch.int32, device="cpu")
 
-    def follow(self, rows: Rows) -> None:
-        """See :class:`.tables.TabledUpdate`."""
+    def rebuild_tables(self, rows: Rows) -> None:
+        """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
         self.tables = [
-            (self.kernel(dtypes), chunked(lengths, as_table(places), CHUNK), int(lengths.numpy().sum()))
-            for dtypes, places in rows.alike.items()
-            for lengths in [rows.table[places, 0]]
+            (self.kernel(dtypes), chunked(lengths, as_table(indices), CHUNK), int(lengths.numpy().sum()))
+            for dtypes, indices in rows.by_dtypes.items()
+            for lengths in [rows.table[indices, 0]]
         ]
 
-    def follow_addresses(self, rows: Rows) -> None:
-        """See :class:`.tables.TabledUpdate`. Each launch takes the rows as they are."""
+    def refresh_addresses(self, rows: Rows) -> None:
+        """See :class:`mezzo.step.executors.portable.TabledUpdate`. Each launch takes the rows as they are."""
 
     def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
-        """See :class:`.tables.TabledUpdate`."""
-        places = table_of(vectors)
+        """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
+        addresses = table_of(vectors)
         seeds = keys(step, len(vectors), self.bucket.seed) if self.random else self.no_keys
         numbers = scalars, verdict.multiplier.to(torch.float32), verdict.found_inf.to(torch.bool), seeds
-        for kernel, cut, elements in self.tables:
-            kernel(places, self.rows.table, cut, len(cut), CHUNK, *numbers, threads(elements))
+        for kernel, chunks, elements in self.tables:
+            kernel(addresses, self.rows.table, chunks, len(chunks), CHUNK, *numbers, threads(elements))
 
     def kernel(self, dtypes: tuple[torch.dtype, ...]) -> CppKernel:
         """Return the kernel for a gradient, parts and states of these dtypes."""

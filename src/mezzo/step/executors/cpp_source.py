@@ -1,4 +1,4 @@
-"""C++ source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as it stands here.
+"""C++ source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as written here.
 
 Pass 2 computes in vectors (:mod:`mezzo.emit.vectors`); no header is torch's or the processor's, so that kernels
 compile in tenths of a second.
@@ -23,7 +23,7 @@ from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage, nearest
 from mezzo.step.update import UpdateRule
 
-#: C++ of vectors, where that of numbers says something else: functions have other names, and a condition that holds is
+#: C++ of vectors, where it differs from that of numbers: functions have other names, and a condition that holds is
 #: -1. Elements are read from memory as FP32 or int32.
 CPP: Final[Dialect] = replace(
     NUMBERS,
@@ -56,7 +56,7 @@ CPP: Final[Dialect] = replace(
     literal=lambda value, dtype: str(-int(value)) if dtype == torch.bool else NUMBERS.literal(value, dtype),
 )
 
-#: Elements in memory: which they are tells ``load`` and ``store`` how to convert them.
+#: Types of elements in memory, by which ``load`` and ``store`` convert them.
 _IN_MEMORY: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     {**NUMBERS.types, torch.float16: "float16", torch.bfloat16: "bfloat16"}
 )
@@ -155,7 +155,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     are, numbers of the rule, multiplier, flag, keys (one for each tensor), and how many threads to use.
 
     Args:
-        rule: What to do.
+        rule: The update rule.
         storage: How weights are stored.
         dtypes: The gradient's, then the parts' and the states'.
 
@@ -195,7 +195,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
 
 
 def _read(name: str, dtype: torch.dtype, of: Of) -> Line:
-    """Write where the values of a name are read, in the first phase."""
+    """Return the line that reads the values of a name, in the first phase."""
     vector = "F" if dtype.is_floating_point else "I"
     return Line(f"const {vector} {name} = load({name}_row + i, n);", of, 0, name, vector)
 
@@ -203,9 +203,10 @@ def _read(name: str, dtype: torch.dtype, of: Of) -> Line:
 def _loops(lines: Sequence[Line]) -> str:
     """Write the loops over a row: for each phase one over its groups and one over its elements.
 
-    What a loop computes and a later one reads goes through an array, ``all_NAME``; but what one operation makes of
-    values that are read anyway is computed again. The loop over elements leaves a group's largest in each lane of a
-    vector, in ``lanes_NAME``: the next loop over groups begins with the largest of those, of many groups at once.
+    A value that one loop computes and a later one reads goes through an array, ``all_NAME``; but a value that takes one
+    operation on values that are read anyway is computed again. The loop over elements leaves a group's largest in each
+    lane of a vector, in ``lanes_NAME``: the next loop over groups begins with the largest of those, of many groups at
+    once.
     """
     largest = [line for line in lines if line.of == Of.LARGEST]
     computed = [replace(line, of=Of.GROUP, text=_LARGEST.format(name=line.name), reads=()) for line in largest]
@@ -228,7 +229,7 @@ def _loops(lines: Sequence[Line]) -> str:
     return _lines(8, *arrays, *(loop.written(computed, read) for loop in loops))
 
 
-#: What the values of a vector are in an array.
+#: The types of the values of vectors in an array.
 _VALUES: Final = {"F": "float", "I": "int32_t"}
 _LARGEST: Final = "const I {name} = largest<W>(lanes_{name} + W * i);"
 
@@ -238,9 +239,9 @@ class _Loop:
     """A loop over a row.
 
     Args:
-        of: What it goes over: groups or elements.
-        lines: What it computes.
-        largest: Of which values it finds the largest of a group.
+        of: Whether it runs over groups or elements.
+        lines: The lines that it computes.
+        largest: The lines whose values it reduces to the largest of a group.
     """
 
     of: Of
@@ -248,18 +249,18 @@ class _Loop:
     largest: list[Line]
 
     def inputs(self, computed: Sequence[Line]) -> list[Line]:
-        """Return what it takes of what earlier loops compute."""
+        """Return the lines of earlier loops whose values it reads."""
         names = {name for line in (*self.lines, *self.largest) for name in line.reads}
         return [line for line in computed if line.name in names and line not in self.lines]
 
     def again(self, computed: Sequence[Line]) -> list[Line]:
-        """Return which of its inputs it computes again: those that one operation makes of others."""
+        """Return the inputs that it computes again: those that one operation makes of other inputs."""
         inputs = self.inputs(computed)
         names = {line.name for line in inputs}
         return [line for line in inputs if line.reads and names.issuperset(line.reads)]
 
     def read_from(self, computed: Sequence[Line]) -> list[Line]:
-        """Return which of its inputs it reads from arrays."""
+        """Return the inputs that it reads from arrays."""
         again = self.again(computed)
         return [line for line in self.inputs(computed) if line not in again]
 
@@ -267,8 +268,8 @@ class _Loop:
         """Write the loop.
 
         Args:
-            computed: By all loops.
-            read: What loops read from arrays.
+            computed: The lines of all loops.
+            read: The names that loops read from arrays.
         """
         inputs = self.read_from(computed)
         of_groups = [line for line in inputs if line.of < self.of]
@@ -294,8 +295,8 @@ def _lines(indent: int, *lines: str) -> str:
 def norm_source(dtype: torch.dtype) -> str:
     """Write the kernel of pass 1 for gradients of a dtype.
 
-    ``kernel`` takes pointers to addresses and lengths of tensors (int64), the chunks (as :func:`update_source`), and
-    where to put the sum of each chunk's squares (float64), which depends on no number of threads.
+    ``kernel`` takes pointers to addresses and lengths of tensors (int64), to the chunks (as :func:`update_source`), and
+    to the sums of each chunk's squares (float64), which it writes and which no number of threads changes.
     """
     row = f"const {NUMBERS.types[dtype]}* __restrict gradient_row = gradient_at + row;"
     if dtype == torch.float16:

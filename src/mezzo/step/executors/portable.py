@@ -1,6 +1,6 @@
-"""Both passes in torch's own operations, a cacheful at a time: what every device runs, and needs no compiler for.
+"""Both passes in torch's own operations, a cacheful at a time: every device runs them, and they need no compiler.
 
-Below it are the tables of addresses that compiled executors read.
+The second half of the file holds the tables of addresses that compiled executors read.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ DEVICE_BLOCK: Final = 1 << 24
 
 
 @cache
-def tell(why: str) -> None:
-    """Log why torch's own operations do what a kernel should: each reason once a process.
+def warn_once(why: str) -> None:
+    """Log why torch's own operations replace a kernel: each reason once a process.
 
     Args:
-        why: No kernel can be written, or built.
+        why: The reason for which no kernel can be written, or built.
     """
     logger.warning("optimizer steps go on by torch's own operations, since %s", why)
 
@@ -64,7 +64,7 @@ class Portable:
         if not gradients:
             return torch.zeros(0)
         if gradients[0].device.type != "cpu":
-            return torch.stack(foreach_norm([each.detach() for each in gradients], 2, torch.float32))
+            return torch.stack(foreach_norm([gradient.detach() for gradient in gradients], 2, torch.float32))
         return torch.stack([_squares(gradient).sqrt() for gradient in gradients])
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
@@ -111,7 +111,7 @@ def write_elements(
     """Update some elements with torch's operations.
 
     Args:
-        rule: What to do.
+        rule: The update rule.
         storage: How the weights are stored.
         gradient: Scaled.
         targets: The parts and states of the weights, of the gradient's shape; of states in codes scales, too.
@@ -120,22 +120,23 @@ def write_elements(
         key: Of the first element's random bits.
         predicated: Whether the verdict's flag is asked for each element, and the old values are written again.
     """
-    places = in_groups_of(storage, gradient, targets) if scales_among(storage, targets) else [gradient, *targets]
-    order = torch.arange(places[0].numel(), dtype=torch.int32, device=gradient.device).view(places[0].shape)
-    values = updated(rule, storage, places[0], places[1:], scalars, verdict.multiplier, key, order)
-    for target, place, value in zip(targets, places[1:], values, strict=True):
-        if value is place:
+    grouped = in_groups_of(storage, gradient, targets) if scales_among(storage, targets) else [gradient, *targets]
+    order = torch.arange(grouped[0].numel(), dtype=torch.int32, device=gradient.device).view(grouped[0].shape)
+    values = updated(rule, storage, grouped[0], grouped[1:], scalars, verdict.multiplier, key, order)
+    for target, stored, value in zip(targets, grouped[1:], values, strict=True):
+        if value is stored:
             continue
-        place.copy_(torch.where(verdict.found_inf, place, value) if predicated else value)
-        if place.data_ptr() != target.data_ptr():
+        stored.copy_(torch.where(verdict.found_inf, stored, value) if predicated else value)
+        if stored.data_ptr() != target.data_ptr():
             codes = targets[storage.num_parts]
-            target.copy_(elements(place, codes))
+            target.copy_(elements(stored, codes))
 
 
 def in_groups_of(storage: Storage, gradient: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
-    """Return a gradient and what it is for as an update takes them where states are codes: in groups.
+    """Return a gradient and its targets in groups, as an update reads them where states are codes.
 
-    They are the same memory, or copies: of what lies otherwise than the codes, and where the last group is not full.
+    They are the same memory, or copies: of a tensor whose layout is not the codes', and where the last group is not
+    full.
 
     Args:
         storage: How the weights are stored.
@@ -143,57 +144,58 @@ def in_groups_of(storage: Storage, gradient: Tensor, targets: Sequence[Tensor]) 
         targets: Parts, and codes with their scales.
     """
     codes, scales = targets[storage.num_parts], scales_among(storage, targets)
-    found = []
-    for place, each in enumerate((gradient, *targets), start=-1):
-        vectors = (each.view(-1),) if place in scales else flat(laid_out(each, codes))
+    grouped = []
+    for index, tensor in enumerate((gradient, *targets), start=-1):
+        vectors = (tensor.view(-1),) if index in scales else flat(laid_out(tensor, codes))
         assert vectors is not None, "codes have neither gaps nor overlaps"
-        found.append(vectors[0].view(-1, 1) if place in scales else in_groups(vectors[0]))
-    return found
+        grouped.append(vectors[0].view(-1, 1) if index in scales else in_groups(vectors[0]))
+    return grouped
 
 
 def _blocks(
     bucket: Bucket, gradient: Tensor, targets: Sequence[Tensor], size: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
-    """Cut a gradient and what it is for into vectors in memory order: the first element's number, and the vectors.
+    """Yield blocks of a gradient and its targets: the number of the first element, and vectors in memory order.
 
-    A weight with gaps or overlaps, or whose states lie otherwise, is one block of its own shape.
+    A weight with gaps or overlaps, or whose states have another layout, is one block of its own shape.
     """
-    lying = _vectors(bucket.storage, targets)
-    if lying is None:
+    target_vectors = _vectors(bucket.storage, targets)
+    if target_vectors is None:
         yield 0, (gradient, *targets)
         return
     vectors = flat(laid_out(gradient, targets[0]))
-    assert vectors is not None, "it lies as its weight does, which has neither gaps nor overlaps"
+    assert vectors is not None, "the gradient has the layout of its weight, which has neither gaps nor overlaps"
     scales = scales_among(bucket.storage, targets)
-    cut = [torch.split(each, size // GROUP if place in scales else size) for place, each in enumerate(lying)]
-    for number, block in enumerate(zip(torch.split(vectors[0], size), *cut, strict=True)):
+    sizes = [size // GROUP if index in scales else size for index in range(len(target_vectors))]
+    split_targets = map(torch.split, target_vectors, sizes)
+    for number, block in enumerate(zip(torch.split(vectors[0], size), *split_targets, strict=True)):
         yield number * size, block
 
 
 def _vectors(storage: Storage, targets: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """View what an update writes as vectors in memory order; None where elements lie in memory otherwise."""
+    """View the targets of an update as vectors in memory order; None where their layouts differ or have gaps."""
     scales = scales_among(storage, targets)
     if not scales:
         return flat(*targets)
-    lying = flat(*(target for place, target in enumerate(targets) if place not in scales))
-    if lying is None:
+    element_vectors = flat(*(target for index, target in enumerate(targets) if index not in scales))
+    if element_vectors is None:
         return None
-    vectors = iter(lying)
-    return [target.view(-1) if place in scales else next(vectors) for place, target in enumerate(targets)]
+    vectors = iter(element_vectors)
+    return [target.view(-1) if index in scales else next(vectors) for index, target in enumerate(targets)]
 
 
 def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return a gradient that lies as its weight does, copied if need be. The weight has no gaps."""
+    """Return a gradient with the layout of its weight, copied if it has another one. The weight has no gaps."""
     if gradient.stride() == weight.stride() or (gradient.is_contiguous() and weight.is_contiguous()):
         return gradient
     return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
 
 
 def _squares(gradient: Tensor) -> Tensor:
-    """Sum the squares of a gradient on the CPU in FP32."""
+    """Return the sum of the squares of a gradient on the CPU, in FP32."""
     (vector,) = flat(gradient) or (gradient.reshape(-1),)
-    wide = (each.to(torch.float32) for each in torch.split(vector.detach(), CPU_BLOCK))
-    return torch.stack([torch.dot(each, each) for each in wide]).sum()
+    fp32_blocks = (block.to(torch.float32) for block in torch.split(vector.detach(), CPU_BLOCK))
+    return torch.stack([torch.dot(block, block) for block in fp32_blocks]).sum()
 
 
 # Tensors as tables of addresses, for kernels that work on all of them at once.
@@ -206,10 +208,10 @@ _WAITING: Final[ContextVar[list[tuple[Tensor, Tensor]] | None]] = ContextVar("wa
 
 @contextmanager
 def uploaded_once() -> Iterator[Callable[[], None]]:
-    """Let the tables of a graph that is captured meanwhile be uploaded once, and not by each of its replays.
+    """Capture a graph whose tables are uploaded once, and not by each of its replays.
 
     Yields:
-        What uploads them, on the current stream, for the time when the graph is recorded.
+        The function that uploads them on the current stream, to be called after the capture.
     """
     waiting: list[tuple[Tensor, Tensor]] = []
 
@@ -234,55 +236,55 @@ def upload_captured(table: Tensor, host: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rows:
-    """Where the weights of a bucket lie, with all that belongs to them.
+    """Where the parts and the states of a bucket's weights lie in memory.
 
     Args:
         table: (weights, 1 + parts + states) int64: length, then addresses.
-        alike: Places of the weights that lie as vectors without gaps, by the dtypes of gradient, parts and states.
-        others: Parts and states of the rest, by place: weights with gaps, or whose states lie otherwise.
+        by_dtypes: Indices of the weights that are vectors without gaps, by the dtypes of gradient, parts and states.
+        irregular: Parts and states, by index, of weights with gaps, or whose states have another layout.
     """
 
     table: Tensor
-    alike: dict[tuple[torch.dtype, ...], list[int]]
-    others: dict[int, tuple[Tensor, ...]]
+    by_dtypes: dict[tuple[torch.dtype, ...], list[int]]
+    irregular: dict[int, tuple[Tensor, ...]]
 
     @classmethod
     def of(cls, bucket: Bucket, gradients: Sequence[Tensor]) -> Rows:
-        """Look at a bucket and its gradients."""
-        rows, alike = [], dict[tuple[torch.dtype, ...], list[int]]()
-        others: dict[int, tuple[Tensor, ...]] = {}
+        """Return the rows of a bucket with these gradients."""
+        rows, by_dtypes = [], dict[tuple[torch.dtype, ...], list[int]]()
+        irregular: dict[int, tuple[Tensor, ...]] = {}
         for index, gradient in enumerate(gradients):
             targets = bucket.targets(index)
             vectors = _vectors(bucket.storage, targets)
             if vectors is None:
-                others[index] = targets
+                irregular[index] = targets
             elif targets[0].numel():
-                alike.setdefault((gradient.dtype, *(each.dtype for each in vectors)), []).append(index)
+                by_dtypes.setdefault((gradient.dtype, *(vector.dtype for vector in vectors)), []).append(index)
             rows.append([targets[0].numel(), *addresses(targets)])
-        return cls(table=as_table(rows), alike=alike, others=others)
+        return cls(table=as_table(rows), by_dtypes=by_dtypes, irregular=irregular)
 
     def moved(self, addresses: Sequence[int]) -> Rows:
-        """Return the same weights, with what belongs to each, in other memory."""
-        there = as_table(addresses).view(len(self.table), -1)
-        return replace(self, table=torch.cat([self.table[:, :1], there], 1))
+        """Return the rows of the same tensors at other addresses."""
+        new_addresses = as_table(addresses).view(len(self.table), -1)
+        return replace(self, table=torch.cat([self.table[:, :1], new_addresses], 1))
 
 
 def table_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return where tensors begin, in host memory; see :func:`addresses`."""
-    found = list(map(Tensor.data_ptr, tensors))
-    return torch.from_numpy(np.array(addresses(tensors) if 0 in found else found, dtype=np.int64))
+    """Return the addresses of tensors as a table in host memory; see :func:`addresses`."""
+    pointers = list(map(Tensor.data_ptr, tensors))
+    return torch.from_numpy(np.array(addresses(tensors) if 0 in pointers else pointers, dtype=np.int64))
 
 
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return where tensors begin.
+    """Return the addresses of tensors.
 
     Raises:
         UnsupportedError: A tensor that is more than its memory, such as a DTensor.
     """
-    found = list(map(Tensor.data_ptr, tensors))
-    if 0 not in found:
-        return found
-    for address, tensor in zip(found, tensors, strict=True):
+    pointers = list(map(Tensor.data_ptr, tensors))
+    if 0 not in pointers:
+        return pointers
+    for address, tensor in zip(pointers, tensors, strict=True):
         if not address and tensor.numel():
             raise UnsupportedError(
                 "optimizer kernels cannot find a tensor",
@@ -290,28 +292,30 @@ def addresses(tensors: Sequence[Tensor]) -> list[int]:
                 why="it has no memory of its own",
                 write="a plain tensor; of a DTensor its to_local()",
             )
-    return found
+    return pointers
 
 
-def chunked(lengths: Tensor, places: Tensor, size: int) -> Tensor:
-    """Cut tensors into chunks: (chunks, 2) int32, the tensor's place and the chunk's number within it."""
+def chunked(lengths: Tensor, indices: Tensor, size: int) -> Tensor:
+    """Cut tensors into chunks: (chunks, 2) int32, the index of the tensor and the chunk's number within it."""
     counts = -(-lengths // size)
-    before = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    numbers = torch.arange(len(before), device="cpu") - before
-    return torch.stack([torch.repeat_interleave(places, counts), numbers], 1).int()
+    first_chunks = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    numbers = torch.arange(len(first_chunks), device="cpu") - first_chunks
+    return torch.stack([torch.repeat_interleave(indices, counts), numbers], 1).int()
 
 
-def by_dtype(kinds: Sequence[tuple[torch.dtype, int]], size: int) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
-    """Cut gradients into chunks, those of each dtype together: the dtype, their places, and the chunks.
+def by_dtype(
+    dtype_lengths: Sequence[tuple[torch.dtype, int]], size: int
+) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
+    """Cut gradients into chunks, those of each dtype together: the dtype, their indices, and the chunks.
 
     Args:
-        kinds: The dtype and length of each gradient.
+        dtype_lengths: The dtype and length of each gradient.
         size: Elements of a chunk.
     """
-    lengths = as_table([length for _, length in kinds])
-    for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
-        places = as_table([place for place, kind in enumerate(kinds) if kind[0] == dtype])
-        yield dtype, places, chunked(lengths[places], places, size)
+    lengths = as_table([length for _, length in dtype_lengths])
+    for dtype in dict.fromkeys(dtype for dtype, _ in dtype_lengths):
+        indices = as_table([index for index, (other, _) in enumerate(dtype_lengths) if other == dtype])
+        yield dtype, indices, chunked(lengths[indices], indices, size)
 
 
 def as_table(numbers: Sequence[object]) -> Tensor:
@@ -319,32 +323,35 @@ def as_table(numbers: Sequence[object]) -> Tensor:
     return torch.from_numpy(np.array(numbers, dtype=np.int64))  # of thousands, in a third of torch's own time
 
 
-# A step asks these of every gradient of a model: in loops of C's, where all of them are as most are.
+# A step calls these for every gradient of a model: the usual case runs in loops of C's.
 
 
 def readable(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
-    """Return gradients that kernels can read, and their dtypes: any other is what an update rounds to FP32 first."""
+    """Return gradients that kernels can read, and their dtypes: others are rounded to FP32 first."""
     # The memory of a second derivative may hold it negated.
     resolved = [gradient.resolve_neg() for gradient in gradients]
-    found = [each if each.dtype in CASTABLE else each.to(torch.float32) for each in resolved]
-    return found, list(map(_DTYPE, found))
+    read = [gradient if gradient.dtype in CASTABLE else gradient.to(torch.float32) for gradient in resolved]
+    return read, list(map(_DTYPE, read))
 
 
 def vectors(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
     """Return readable gradients as their elements in memory order, copied where they have gaps, and their dtypes."""
     dtypes = list(map(_DTYPE, gradients))
-    found = gradients
+    read = gradients
     if not _READABLE.issuperset(dtypes) or any(map(Tensor.is_neg, gradients)):
-        found, dtypes = readable(gradients)
-    if all(map(Tensor.is_contiguous, found)):
-        return found, dtypes
+        read, dtypes = readable(gradients)
+    if all(map(Tensor.is_contiguous, read)):
+        return read, dtypes
     # Not reshape(-1) alone: every second column of a matrix is a view too, as a vector with steps of two.
-    copies = [each if each.is_contiguous() else (flat(each) or (each.reshape(-1).contiguous(),))[0] for each in found]
+    copies = [
+        gradient if gradient.is_contiguous() else (flat(gradient) or (gradient.reshape(-1).contiguous(),))[0]
+        for gradient in read
+    ]
     return copies, dtypes
 
 
 def _layout(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """Return what tables say of tensors, but for their addresses."""
+    """Return all that tables depend on but addresses: the dtypes, lengths and strides of tensors."""
     are_contiguous = all(map(Tensor.is_contiguous, tensors))
     strides = None if are_contiguous else list(map(Tensor.stride, tensors))
     return list(map(_DTYPE, tensors)), list(map(Tensor.numel, tensors)), strides
@@ -353,7 +360,7 @@ def _layout(tensors: Sequence[Tensor]) -> tuple[object, ...]:
 class TabledUpdate(BucketUpdate):
     """Pass 2 for one bucket: a launch for each set of dtypes in it, which is one unless gradients mix them.
 
-    Where a kernel cannot be built, now or for dtypes that a later step has, torch's own operations do it from then on.
+    Where a kernel cannot be built, now or for the dtypes of a later step, torch's own operations update from then on.
     """
 
     rows: Rows
@@ -363,34 +370,34 @@ class TabledUpdate(BucketUpdate):
         self.tensors = [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
         self.seen: tuple[list[int], list[tuple[int, ...]] | None, list[torch.dtype]] | None = None
         self.layout: tuple[object, ...] = ()
-        self.instead: BucketUpdate | None = None
+        self.fallback: BucketUpdate | None = None
 
     @abstractmethod
-    def follow(self, rows: Rows) -> None:
-        """Write all tables anew."""
+    def rebuild_tables(self, rows: Rows) -> None:
+        """Write all tables anew, and compile their kernels."""
 
     @abstractmethod
-    def follow_addresses(self, rows: Rows) -> None:
-        """Write the table of addresses anew: tensors lie elsewhere, and otherwise as they did."""
+    def refresh_addresses(self, rows: Rows) -> None:
+        """Write the table of addresses anew: tensors have moved, and kept dtypes, lengths and strides."""
 
     @abstractmethod
     def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """Update the weights that have no gaps.
 
         Args:
-            vectors: Gradients that lie as their weights do.
-            verdict: On the step.
-            step: Its count.
+            vectors: Gradients, with the layouts of their weights.
+            verdict: The verdict on the step.
+            step: The count of updates, with this one.
             scalars: The rule's numbers in this step.
         """
 
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """See :class:`mezzo.step.verdict.BucketUpdate`."""
-        if self.instead is not None:
-            return self.instead.ready(gradients)
-        bucket, found, only_move = self.bucket, list(map(Tensor.data_ptr, self.tensors)), False
-        if 0 in found:
-            found = addresses(self.tensors)
+        if self.fallback is not None:
+            return self.fallback.ready(gradients)
+        bucket, pointers, only_move = self.bucket, list(map(Tensor.data_ptr, self.tensors)), False
+        if 0 in pointers:
+            pointers = addresses(self.tensors)
         if self.seen and bucket.only_move:
             only_move, (_, strides, dtypes) = True, self.seen
         else:
@@ -399,39 +406,39 @@ class TabledUpdate(BucketUpdate):
                 gradients, dtypes = readable(gradients)
             are_contiguous = all(map(Tensor.is_contiguous, bucket.weights))
             strides = None if are_contiguous else list(map(Tensor.stride, bucket.weights))
-        # Equal as long as nothing was given other memory or another dtype.
-        seen = found, strides, dtypes
+        # Equal as long as all tensors keep their memory and dtype.
+        seen = pointers, strides, dtypes
         if seen != self.seen:
-            self.seen = None  # until all tables follow: compiling a kernel may fail in between
+            self.seen = None  # until all tables are written: to compile a kernel may fail in between
             layout = self.layout if only_move else (dtypes, *_layout(self.tensors))
             if layout == self.layout:  # memory that comes and goes with each step
-                self.rows = self.rows.moved(found)
-                self.follow_addresses(self.rows)
+                self.rows = self.rows.moved(pointers)
+                self.refresh_addresses(self.rows)
             else:
                 self.layout = ()
                 self.rows = Rows.of(bucket, gradients)
                 try:
-                    self.follow(self.rows)
+                    self.rebuild_tables(self.rows)
                 except NoKernel as error:
-                    tell(str(error))
-                    self.instead = _PortableUpdate(bucket)
-                    return self.instead.ready(gradients)
+                    warn_once(str(error))
+                    self.fallback = _PortableUpdate(bucket)
+                    return self.fallback.ready(gradients)
             self.seen, self.layout = seen, layout
         if strides is None and (only_move or all(map(Tensor.is_contiguous, gradients))):
             return gradients
         return [
-            gradient if index in self.rows.others else laid_out(gradient, weight)
+            gradient if index in self.rows.irregular else laid_out(gradient, weight)
             for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
         ]
 
     def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`mezzo.step.verdict.BucketUpdate`."""
-        if self.instead is not None:
-            self.instead.write(gradients, verdict, step, scalars)
+        if self.fallback is not None:
+            self.fallback.write(gradients, verdict, step, scalars)
             return
         self.launch(gradients, verdict, step, scalars)
         bucket = self.bucket
-        if others := self.rows.others:
+        if irregular := self.rows.irregular:
             seeds = keys(step, len(gradients), bucket.seed)
-            for at, targets in others.items():
-                write_elements(bucket.rule, bucket.storage, gradients[at], targets, scalars, verdict, seeds[at])
+            for index, targets in irregular.items():
+                write_elements(bucket.rule, bucket.storage, gradients[index], targets, scalars, verdict, seeds[index])

@@ -14,30 +14,30 @@ from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 from mezzo.step.verdict import updated
 
-#: What the number of an element is called.
+#: The name of the number of an element.
 ORDER: Final = "order"
 
 
 def update_name(rule: UpdateRule, storage: Storage) -> str:
-    """Return what profilers call the kernel of a rule with its options and a storage."""
+    """Return the name, in profilers too, of the kernel of a rule with its options and a storage."""
     return "_".join((rule.name, *sorted(rule.options), storage.name))
 
 
 def written(
     rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect
 ) -> tuple[list[str], list[str], Spelled]:
-    """Write the update of one element, with a line for each target to store: not for one that stays as it is.
+    """Write the update of one element, with a line that stores each target, but for targets that stay as they are.
 
-    What is not in tensors goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
+    Numbers that are in no tensor have the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
 
     Args:
-        rule: What to do.
+        rule: The update rule.
         storage: How weights are stored.
         dtypes: The gradient's, then the parts' and the states'.
         dialect: The language.
 
     Returns:
-        What the elements in memory are called: the gradient's, then the parts' and the states'; which of them are
+        The names of elements in memory: the gradient's, then the parts' and the states'; the names of those that are
         stored; and the lines.
 
     Raises:
@@ -46,15 +46,16 @@ def written(
     """
     num_parts = storage.num_parts
     in_codes = any(map(is_coded, dtypes[1 + num_parts :]))
-    kept = [[f"{name}_state", f"{name}_scale"] if in_codes else [f"{name}_state"] for name in rule.states]
-    names = ["gradient", *(f"part{place}" for place in range(num_parts)), *itertools.chain(*kept)]
-    scales = [scale for _, scale in kept] if in_codes else []
-    scalars, *others = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (len(rule.numbers), (), (), ()))
+    state_names = [[f"{name}_state", f"{name}_scale"] if in_codes else [f"{name}_state"] for name in rule.states]
+    names = ["gradient", *(f"part{index}" for index in range(num_parts)), *itertools.chain(*state_names)]
+    scales = [scale for _, scale in state_names] if in_codes else []
     elements = [torch.ones((), dtype=dtype, device="cpu") for dtype in dtypes]
-    examples = [*elements, scalars, others[0], *(each.to(torch.int32) for each in others[1:])]
+    scalars, multiplier = (torch.ones(shape, dtype=torch.float32, device="cpu") for shape in ((len(rule.numbers),), ()))
+    key, order = (torch.ones((), dtype=torch.int32, device="cpu") for _ in range(2))
+    examples = [*elements, scalars, multiplier, key, order]
 
-    def step(gradient: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        return updated(rule, storage, gradient, others[:-4], *others[-4:])
+    def step(gradient: Tensor, *arguments: Tensor) -> tuple[Tensor, ...]:
+        return updated(rule, storage, gradient, arguments[:-4], *arguments[-4:])
 
     words = [*names, rule.numbers, "multiplier", "key", ORDER]
     of_elements = [*(name for name in names if name not in scales), ORDER]
@@ -64,7 +65,7 @@ def written(
         if result.word == target:
             continue
         stored.append(target)
-        step_of.used.add(result.word)  # another's element, where nothing is computed
+        step_of.used.add(result.word)  # the element of another tensor, where a copy is all
         narrowed = dialect.element_of(result.word, dtype)
         of, phase = Of.GROUP if target in scales else Of.ELEMENT, step_of.places[result.word][1]
         template = dialect.stored_of_group if target in scales else dialect.stored

@@ -24,9 +24,9 @@ from mezzo.step.executors.portable import (
     as_table,
     by_dtype,
     chunked,
-    tell,
     upload_captured,
     vectors,
+    warn_once,
 )
 from mezzo.step.executors.source import update_name
 from mezzo.step.executors.triton_source import TRITON
@@ -34,8 +34,8 @@ from mezzo.step.verdict import Bucket, BucketUpdate, Verdict
 
 # Functions of a step's few shared numbers as one launch each: from source that :mod:`.emit` spells.
 
-#: What code depends on of an argument: its dtype, and 0 or 1 dimensions; or FP32 and none for a Python number.
-Kind: TypeAlias = tuple[torch.dtype, int | None]
+#: The dtype of an argument, and its 0 or 1 dimensions; or FP32 and None for a Python number. Code depends on these.
+NumberType: TypeAlias = tuple[torch.dtype, int | None]
 
 #: One warp: a norm of a few hundred numbers is the longest work there is.
 _SHARED_OPTIONS: Final = {"num_warps": 1, "enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -71,56 +71,57 @@ def {name}({arguments}):
 """
 
 
-def written(function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> Spelled:
-    """Write the lines of a function of numbers, 0-d tensors, and vectors of which it takes the norm.
+def written(function: Pure, constants: tuple[Hashable, ...], types: Sequence[NumberType]) -> Spelled:
+    """Write the lines of a function of numbers, 0-d tensors, and vectors whose norm it computes.
 
     Args:
-        function: Called with ``given`` and then the tensors.
-        given: Its first arguments, which are no tensors.
-        kinds: Of the tensors.
+        function: Called with ``constants`` and then the tensors.
+        constants: Its first arguments, which are no tensors.
+        types: The types of the tensors.
 
     Raises:
         NoKernel: It uses an operation that is not in the table.
     """
-    names = [f"given{place}" for place in range(len(kinds))]
-    examples = [torch.ones((2,) * (dimensions or 0), dtype=dtype, device="cpu") for dtype, dimensions in kinds]
-    return spelled(lambda *tensors: function(*given, *tensors), examples, names, NUMBERS)
+    names = [f"given{index}" for index in range(len(types))]
+    examples = [torch.ones((2,) * (dimensions or 0), dtype=dtype, device="cpu") for dtype, dimensions in types]
+    return spelled(lambda *tensors: function(*constants, *tensors), examples, names, NUMBERS)
 
 
 class Kernel:
-    """A function's kernel, for tensors of certain kinds.
+    """The kernel of a function, for tensors of certain types.
 
-    It takes pointers to tensors, or numbers; pointers to results, but for those that it was given; lengths of vectors.
+    Its arguments are pointers to tensors, or numbers; pointers to results, but for results that are arguments; and
+    lengths of vectors.
 
     Raises:
         NoKernel: The function uses an operation that is not in the table.
     """
 
-    def __init__(self, function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> None:
-        self.function = written(function, given, kinds)
+    def __init__(self, function: Pure, constants: tuple[Hashable, ...], types: Sequence[NumberType]) -> None:
+        self.function = written(function, constants, types)
         names = [str(name) for name in self.function.names]
-        self.vectors = [place for place, (_, dimensions) in enumerate(kinds) if dimensions]
-        numbers = [name for name, (_, dimensions) in zip(names, kinds, strict=True) if dimensions is None]
+        self.vectors = [index for index, (_, dimensions) in enumerate(types) if dimensions]
+        numbers = [name for name, (_, dimensions) in zip(names, types, strict=True) if dimensions is None]
         arguments = [name if name in numbers else f"{name}_at" for name in names]
-        lines = [f"{name} = tl.load({name}_at)" for name, (_, n) in zip(names, kinds, strict=True) if n == 0]
+        lines = [f"{name} = tl.load({name}_at)" for name, (_, n) in zip(names, types, strict=True) if n == 0]
         lines += self.function.body
-        for place, result in enumerate(self.function.results):
+        for index, result in enumerate(self.function.results):
             if result.word not in names:
-                arguments.append(f"result{place}")
+                arguments.append(f"result{index}")
                 words = [result.word] if isinstance(result.word, str) else result.word
-                lines += [f"tl.store(result{place} + {at}, {word})" for at, word in enumerate(words)]
-        lengths, name = [f"{names[place]}_length" for place in self.vectors], function.__name__.strip("_")
+                lines += [f"tl.store(result{index} + {at}, {word})" for at, word in enumerate(words)]
+        lengths, name = [f"{names[index]}_length" for index in self.vectors], function.__name__.strip("_")
         source = (_TOTAL if lengths else "") + _FUNCTION.format(
             name=name,
             lengths=lengths,
-            pointers=[each for each in arguments if each not in numbers],
+            pointers=[name for name in arguments if name not in numbers],
             arguments=", ".join([*arguments, *lengths]),
             lines="\n    ".join(lines),
         )
         self.launch = Launch(jitted(source, name), _SHARED_OPTIONS)
-        examples = [1.0 if dimensions is None else dtype for dtype, dimensions in kinds]
-        made = [result.dtype for result in self.function.results if result.word not in names]
-        self.examples = [*examples, *made, *[2 for _ in lengths]]
+        examples = [1.0 if dimensions is None else dtype for dtype, dimensions in types]
+        result_dtypes = [result.dtype for result in self.function.results if result.word not in names]
+        self.examples = [*examples, *result_dtypes, *[2 for _ in lengths]]
 
     def prepare(self, device: torch.device) -> None:
         """Compile it for a device.
@@ -132,51 +133,53 @@ class Kernel:
 
     def __call__(self, tensors: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
         """Launch it on a device, and return its results."""
-        given = dict(zip(self.function.names, tensors, strict=True))
-        made, found = [], []
+        passed = dict(zip(self.function.names, tensors, strict=True))
+        created, results = [], []
         for result in self.function.results:
-            if isinstance(result.word, str) and result.word in given:
-                found.append(given[result.word])
+            if isinstance(result.word, str) and result.word in passed:
+                results.append(passed[result.word])
             else:
                 size = [] if isinstance(result.word, str) else [len(result.word)]
-                made.append(torch.empty(size, dtype=result.dtype, device=device))
-                found.append(made[-1])
+                created.append(torch.empty(size, dtype=result.dtype, device=device))
+                results.append(created[-1])
         with on(device):
-            self.launch(1, device, *tensors, *made, *[len(tensors[place]) for place in self.vectors])
-        return tuple(found)
+            self.launch(1, device, *tensors, *created, *[len(tensors[index]) for index in self.vectors])
+        return tuple(results)
 
 
 class Shared:
-    """Functions that were asked for, each written and compiled once for its dtypes."""
+    """Functions of shared numbers, each written and compiled once for its dtypes."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Kernel | None] = {}
+        self._kernels: dict[tuple[object, ...], Kernel | None] = {}
 
     def __call__(
-        self, function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]
+        self, function: Pure, constants: tuple[Hashable, ...], tensors: Sequence[Tensor | float]
     ) -> Sequence[Tensor]:
-        """Return what a function makes of tensors of one device: in one launch, or by torch's operations.
+        """Return the results of a function of tensors of one device: by one launch, or by torch's operations.
 
         Args:
             function: See :func:`written`.
-            given: Its first arguments.
-            tensors: The others; vectors without gaps.
+            constants: Its first arguments.
+            tensors: The other arguments; vectors without gaps.
         """
-        kinds = [(each.dtype, each.dim()) if isinstance(each, Tensor) else (torch.float32, None) for each in tensors]
+        types = [
+            (tensor.dtype, tensor.dim()) if isinstance(tensor, Tensor) else (torch.float32, None) for tensor in tensors
+        ]
         devices = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
         if len(devices) > 1:
-            return function(*given, *tensors)
-        key = (function, given, *kinds)
-        if key not in self._known:
+            return function(*constants, *tensors)
+        key = (function, constants, *types)
+        if key not in self._kernels:
             try:
-                kernel = Kernel(function, given, kinds)
+                kernel = Kernel(function, constants, types)
                 kernel.prepare(next(iter(devices)))
-                self._known[key] = kernel
+                self._kernels[key] = kernel
             except NoKernel as error:
-                tell(str(error))
-                self._known[key] = None
-        known = self._known[key]
-        return function(*given, *tensors) if known is None else known(tensors, devices.pop())
+                warn_once(str(error))
+                self._kernels[key] = None
+        launcher = self._kernels[key]
+        return function(*constants, *tensors) if launcher is None else launcher(tensors, devices.pop())
 
 
 #: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
@@ -195,7 +198,7 @@ REMEMBERED: Final = 16
 
 _Latest: TypeAlias = dict[torch.device, tuple[tuple[int, ...], Tensor]]
 
-#: What the kernels of pass 2 take: tables of addresses, the chunks, numbers, multiplier, flag and count; and a start.
+#: The arguments of the kernels of pass 2: tables of addresses, chunks, numbers, multiplier, flag and count; a start.
 _UPDATED: Final = (
     *(torch.int64, torch.int64, torch.int32),
     *(torch.float32, torch.float32, torch.bool, torch.int64),
@@ -217,8 +220,8 @@ class Triton:
     each dtype among gradients takes a launch of its own. Weights with gaps, or whose states lie otherwise, are updated
     one by one with torch's operations.
 
-    A step can be captured in a CUDA graph once a like one ran outside. Tables that a graph reads are kept for ever,
-    since nobody tells when the graph goes.
+    A step can be captured in a CUDA graph after one with the same tensors ran outside. Tables that a graph reads are
+    kept for ever, since torch does not report when the graph is freed.
 
     **Cost**: seconds to compile a kernel, which Triton keeps on disk. Per step the bytes of the stored tensors, once,
     one launch of one warp a bucket, and an upload of 8 bytes a gradient if one has moved. 8 bytes of tables for
@@ -231,9 +234,9 @@ class Triton:
     """
 
     def __init__(self) -> None:
-        self._kept: list[object] = []
+        self._retained: list[object] = []
         self._latest: _Latest = {}
-        self._known: dict[tuple[object, ...], _TritonNorms] = {}
+        self._norms_of: dict[tuple[object, ...], _TritonNorms] = {}
         self.shared = Shared()
 
     def require(self, device: torch.device) -> None:
@@ -246,7 +249,7 @@ class Triton:
             _TritonNorms([(torch.float32, 1)], device, [], {})([torch.ones(1, dtype=torch.float32, device=device)])
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a compiler's, a linker's, a file's: whatever it is, no step would get past it
+        except Exception as error:  # a compiler's, a linker's, a file's: every step would raise it, too
             reasons = [line for line in str(error).splitlines() if line.strip()]
             raise UnsupportedError(
                 "Triton cannot launch an optimizer kernel here",
@@ -262,43 +265,47 @@ class Triton:
             return torch.zeros(0, dtype=torch.float32, device="cpu")
         read, dtypes = vectors(gradients)
         key = read[0].device, tuple(dtypes), tuple(map(Tensor.numel, read))
-        if key not in self._known:
-            if len(self._known) == REMEMBERED:
-                self._known.pop(next(iter(self._known))).release()
-            self._known[key] = _TritonNorms(list(zip(*key[1:], strict=True)), key[0], self._kept, self._latest)
-        return self._known[key](read)
+        if key not in self._norms_of:
+            if len(self._norms_of) == REMEMBERED:
+                self._norms_of.pop(next(iter(self._norms_of))).release()
+            self._norms_of[key] = _TritonNorms(list(zip(*key[1:], strict=True)), key[0], self._retained, self._latest)
+        return self._norms_of[key](read)
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
         """See :class:`mezzo.step.verdict.Executor`."""
-        return _TritonUpdate(bucket, self._kept, self._latest)
+        return _TritonUpdate(bucket, self._retained, self._latest)
 
 
 class _TritonNorms:
     """Pass 1 for gradients of certain dtypes and lengths, wherever they lie."""
 
     def __init__(
-        self, kinds: Sequence[tuple[torch.dtype, int]], device: torch.device, kept: list[object], latest: _Latest
+        self,
+        dtype_lengths: Sequence[tuple[torch.dtype, int]],
+        device: torch.device,
+        retained: list[object],
+        latest: _Latest,
     ) -> None:
         refuse_capture(device, "gradients of other shapes")
-        self.device, self.kept = device, kept
-        self.addresses = _Addresses(len(kinds), device, kept, latest, is_first=True)
-        lengths = as_table([length for _, length in kinds])
+        self.device, self.retained = device, retained
+        self.addresses = _Addresses(len(dtype_lengths), device, retained, latest, is_first=True)
+        lengths = as_table([length for _, length in dtype_lengths])
         # Buckets of pass 2 are of one dtype: they find their gradients side by side.
-        first_of = {dtype: place for place, (dtype, _) in reversed(list(enumerate(kinds)))}
-        self.order = sorted(range(len(kinds)), key=lambda place: first_of[kinds[place][0]])
+        first_of = {dtype: index for index, (dtype, _) in reversed(list(enumerate(dtype_lengths)))}
+        self.order = sorted(range(len(dtype_lengths)), key=lambda index: first_of[dtype_lengths[index][0]])
         positions = torch.empty_like(lengths)
-        positions[self.order] = torch.arange(len(kinds), device="cpu")
-        # of each gradient's sums, in the order of the launches
-        spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
+        positions[self.order] = torch.arange(len(dtype_lengths), device="cpu")
+        # The spans of each gradient's sums among all sums, which are in the order of the launches.
+        spans = torch.empty(len(dtype_lengths), 2, dtype=torch.int32, device="cpu")
         self.launches: list[tuple[Launch, Tensor]] = []
         self.total = 0
-        for dtype, places, chunks in by_dtype(kinds, CHUNK):
-            counts = -(-lengths[places] // CHUNK)
+        for dtype, indices, chunks in by_dtype(dtype_lengths, CHUNK):
+            counts = -(-lengths[indices] // CHUNK)
             ends = self.total + counts.cumsum(0)
-            spans[places] = torch.stack([ends - counts, ends], 1).int()
-            kind = {"TYPE": triton_source.element_type(dtype), "BITS": dtype == torch.bfloat16}
+            spans[indices] = torch.stack([ends - counts, ends], 1).int()
+            constants = {"TYPE": triton_source.element_type(dtype), "BITS": dtype == torch.bfloat16}
             squares = jitted(triton_source.norm_source(), "squares")
-            launch = Launch(squares, _OPTIONS, **kind, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
+            launch = Launch(squares, _OPTIONS, **constants, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
             chunks[:, 0] = positions[chunks[:, 0]]
             self.launches.append((launch, _uploaded(chunks, device)))
             self.total += len(chunks)
@@ -306,11 +313,11 @@ class _TritonNorms:
         self.lengths, self.spans = _uploaded(lengths[self.order], device), _uploaded(spans, device)
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
-        table = self.addresses.of([vectors[place] for place in self.order])
+        table = self.addresses.of([vectors[index] for index in self.order])
         partials = torch.empty(self.total, dtype=torch.float32, device=self.device)
         norms = torch.empty(len(vectors), dtype=torch.float32, device=self.device)
         if _is_capturing(self.device):
-            self.kept.append((self.lengths, self.spans, self.launches))
+            self.retained.append((self.lengths, self.spans, self.launches))
         first = 0
         with on(self.device):
             for squares, chunks in self.launches:
@@ -321,7 +328,7 @@ class _TritonNorms:
         return norms
 
     def release(self) -> None:
-        """Let the memory of the tables go, once kernels on their way have read them."""
+        """Free the memory of the tables, once kernels that are launched have read them."""
         self.addresses.release()
         _release([self.lengths, self.spans, *(chunks for _, chunks in self.launches)])
 
@@ -329,16 +336,16 @@ class _TritonNorms:
 class _TritonUpdate(TabledUpdate):
     """Pass 2 for one bucket."""
 
-    def __init__(self, bucket: Bucket, kept: list[object], latest: _Latest) -> None:
+    def __init__(self, bucket: Bucket, retained: list[object], latest: _Latest) -> None:
         super().__init__(bucket)
-        self.kept, self.device = kept, bucket.step.device
-        self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
+        self.retained, self.device = retained, bucket.step.device
+        self.addresses = _Addresses(len(bucket.weights), self.device, retained, latest)
         self.table = torch.empty(0, dtype=torch.int64, device=self.device)
         self.kernels: list[tuple[Launch, Tensor]] = []
 
-    def follow(self, rows: Rows) -> None:
+    def rebuild_tables(self, rows: Rows) -> None:
         """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
-        self.follow_addresses(rows)
+        self.refresh_addresses(rows)
         _release([chunks for _, chunks in self.kernels])
         rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
         self.kernels = [
@@ -348,14 +355,14 @@ class _TritonUpdate(TabledUpdate):
                     options_of(dtypes),
                     BLOCK=BLOCK,
                 ),
-                _uploaded(chunked(rows.table[places, 0], as_table(places), BLOCK), self.device),
+                _uploaded(chunked(rows.table[indices, 0], as_table(indices), BLOCK), self.device),
             )
-            for dtypes, places in rows.alike.items()
+            for dtypes, indices in rows.by_dtypes.items()
         ]
         for kernel, _ in self.kernels:
             _prepare(kernel, self.device, *_UPDATED, 0)
 
-    def follow_addresses(self, rows: Rows) -> None:
+    def refresh_addresses(self, rows: Rows) -> None:
         """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
         refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
         _release([self.table])
@@ -364,7 +371,7 @@ class _TritonUpdate(TabledUpdate):
     def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
         if _is_capturing(self.device):
-            self.kept.append((self.table, self.kernels))
+            self.retained.append((self.table, self.kernels))
         table = self.addresses.of(vectors)
         numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(self.bucket.seed)
         with on(self.device):
@@ -373,24 +380,25 @@ class _TritonUpdate(TabledUpdate):
 
 
 class _Addresses:
-    """Where some tensors lie, as a table in device memory, which is uploaded when one of them has moved.
+    """The addresses of some tensors as a table in device memory, which is uploaded when one of them has moved.
 
-    A table is written once: kernels on their way, or in a captured graph, may still read it. While a graph is captured,
-    memory cannot be pinned, and an upload is recorded instead of carried out: it comes from a reserve made before, from
-    which each of the graph's replays copies again, unless it is uploaded once (:func:`.tables.uploaded_once`).
+    A table is written once: kernels that are launched, or in a captured graph, may still read it. While a graph is
+    captured, memory cannot be pinned, and an upload is recorded instead of carried out. A captured step takes a table
+    from a reserve that was made before; each of the graph's replays uploads it again, unless the caller uploads it once
+    (:func:`.portable.uploaded_once`).
 
     Args:
         count: How many tensors.
-        device: Where they are.
-        kept: What a graph reads, and therefore stays.
+        device: Their device.
+        retained: All tables that a captured graph reads: they are never freed.
         latest: The last table of pass 1 on each device, for both passes: in most steps they read the same gradients.
         is_first: Whether these are pass 1's.
     """
 
     def __init__(
-        self, count: int, device: torch.device, kept: list[object], latest: _Latest, *, is_first: bool = False
+        self, count: int, device: torch.device, retained: list[object], latest: _Latest, *, is_first: bool = False
     ) -> None:
-        self.count, self.device, self.kept, self.latest, self.is_first = count, device, kept, latest, is_first
+        self.count, self.device, self.retained, self.latest, self.is_first = count, device, retained, latest, is_first
         self.seen: tuple[int, ...] | None = None
         self.table = torch.empty(0, dtype=torch.int64, device=device)
         self.reserve: list[tuple[Tensor, Tensor]] = []
@@ -399,33 +407,34 @@ class _Addresses:
         """Return the int64 addresses of tensors, in device memory."""
         seen = tuple(addresses(tensors))
         if _is_capturing(self.device):
-            return self.captured(seen)
+            return self.captured_table(seen)
         # All at once, since memory is pinned slowly; even where no address changes: gradients that have one address in
         # all rehearsals have another in the graph.
         if len(self.reserve) < RESERVE:
-            self.reserve += self.spares(RESERVE - len(self.reserve))
+            self.reserve += self.spare_tables(RESERVE - len(self.reserve))
         if seen != self.seen:
             self.release()
-            table = self.known(seen)
+            table = self.part_of_latest(seen)
             self.seen, self.table = seen, _uploaded(as_table(seen), self.device) if table is None else table
         if self.is_first:
             self.latest[self.device] = self.seen, self.table
         return self.table
 
-    def known(self, seen: tuple[int, ...]) -> Tensor | None:
-        """Return the part of pass 1's table that has some addresses, if they lie side by side there."""
-        there, table = self.latest.get(self.device, ((), self.table))
-        if there == seen:
+    def part_of_latest(self, seen: tuple[int, ...]) -> Tensor | None:
+        """Return the part of pass 1's table that holds these addresses, if they are side by side there."""
+        latest_addresses, table = self.latest.get(self.device, ((), self.table))
+        if latest_addresses == seen:
             return table
-        if not seen or seen[0] not in there:
+        if not seen or seen[0] not in latest_addresses:
             return None
-        first = there.index(seen[0])
+        first = latest_addresses.index(seen[0])
         end = first + len(seen)
-        return table[first:end] if there[first:end] == seen else None
+        return table[first:end] if latest_addresses[first:end] == seen else None
 
-    def captured(self, seen: tuple[int, ...]) -> Tensor:
+    def captured_table(self, seen: tuple[int, ...]) -> Tensor:
+        """Return a table for a step that is captured: the current one, or one of the reserve."""
         if seen == self.seen:
-            self.kept.append(self.table)
+            self.retained.append(self.table)
             return self.table
         if not self.reserve:
             refuse_capture(
@@ -434,18 +443,18 @@ class _Addresses:
                 f"at most {RESERVE} steps in a graph, and one such step before it, outside of torch.cuda.graph",
             )
         host, table = self.reserve.pop()
-        self.kept.append((host, table))
+        self.retained.append((host, table))
         upload_captured(table, host.copy_(as_table(seen)))
         return table
 
-    def spares(self, count: int) -> zip[tuple[Tensor, Tensor]]:
+    def spare_tables(self, count: int) -> zip[tuple[Tensor, Tensor]]:
         """Make pairs of tables, in host and device memory."""
         is_pinned = self.device.type == "cuda"
         host = torch.empty(count, self.count, dtype=torch.int64, device="cpu", pin_memory=is_pinned)
         return zip(host, torch.empty(count, self.count, dtype=torch.int64, device=self.device), strict=True)
 
     def release(self) -> None:
-        """Let the memory of the table go, once kernels on their way have read it."""
+        """Free the memory of the table, once kernels that are launched have read it."""
         _release([self.table])
 
 
@@ -455,7 +464,7 @@ def _uploaded(table: Tensor, device: torch.device) -> Tensor:
 
 
 def _release(tables: Sequence[Tensor]) -> None:
-    """Tell torch which stream may still read tables: another one than they were made on, after a rehearsal, say."""
+    """Record with torch that the current stream may still read tables, which another stream may have made."""
     for table in tables:
         if table.device.type == "cuda":
             table.record_stream(torch.cuda.current_stream(table.device))
@@ -472,7 +481,7 @@ def _prepare(launch: Launch, device: torch.device, *arguments: Any) -> None:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler's or an assembler's, of any class
-        # The innermost says which operation: the outer ones, which line of which function.
+        # The innermost error names the operation; the outer ones name the line of a function.
         first: BaseException = error
         while first.__cause__ is not None:
             first = first.__cause__
@@ -485,7 +494,7 @@ def _prepare(launch: Launch, device: torch.device, *arguments: Any) -> None:
 
 
 def _cure(error: Exception) -> str:
-    """Say what lets Triton build its kernels: a folder for what it keeps, or a compiler."""
+    """Return what to write so that Triton can build its kernels: a folder for its cache, or a compiler."""
     if isinstance(error, OSError):
         cache = Path(importlib.import_module("triton").knobs.cache.dir)
         file = cache if error.filename is None else Path(str(error.filename))  # none where the disk is full
@@ -504,12 +513,12 @@ def _is_capturing(device: torch.device) -> bool:
 def refuse_capture(
     device: torch.device, what: str, write: str = "one such step before the capture, outside of torch.cuda.graph"
 ) -> None:
-    """Raise if a graph is captured on a device, which must not begin with what a step needs.
+    """Raise if a graph is captured on a device: tables and kernels must be made outside of it.
 
     Args:
-        device: Where the step is.
+        device: The device of the step.
         what: The tensors that no step before had.
-        write: What to do instead.
+        write: The cure, for the error.
 
     Raises:
         UnsupportedError: A graph is captured.

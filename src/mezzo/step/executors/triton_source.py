@@ -1,4 +1,4 @@
-"""Triton source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as it stands here.
+"""Triton source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as written here.
 
 Triton is imported when the first kernel is made.
 """
@@ -141,7 +141,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     multiplier, flag and count of steps; and where the bucket's random keys start. One program updates one chunk.
 
     Args:
-        rule: What to do.
+        rule: The update rule.
         storage: How weights are stored.
         dtypes: The gradient's, then the parts' and the states'.
 
@@ -149,35 +149,35 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         NoKernel: The rule or the storage uses an operation that is not in the table.
     """
     names, stored, step = written(rule, storage, dtypes, TRITON)
-    name = update_name(rule, storage)
-    lines = [f"{number} = tl.load(scalars + {place})" for place, number in enumerate(rule.numbers)]
-    touched = [(each, dtype) for each, dtype in zip(names, dtypes, strict=True) if each in step.used or each in stored]
-    groups = [each for each, _ in touched if step.places[each][0] == Of.GROUP]
-    for each, dtype in touched:
-        places, together = (
-            ("groups", "16 if VECTOR > 1 else 2") if each in groups else ("offsets", f"{dtype.itemsize} * VECTOR")
+    kernel_name = update_name(rule, storage)
+    lines = [f"{number} = tl.load(scalars + {index})" for index, number in enumerate(rule.numbers)]
+    touched = [(name, dtype) for name, dtype in zip(names, dtypes, strict=True) if name in step.used or name in stored]
+    groups = [name for name, _ in touched if step.places[name][0] == Of.GROUP]
+    for name, dtype in touched:
+        positions, alignment = (
+            ("groups", "16 if VECTOR > 1 else 2") if name in groups else ("offsets", f"{dtype.itemsize} * VECTOR")
         )
-        lines.append(f"{each}_at = tl.multiple_of({each}_at + {places}, {together})")
+        lines.append(f"{name}_at = tl.multiple_of({name}_at + {positions}, {alignment})")
     lines += [
-        f"{each} = tl.load({each}_at, mask={'mask_of_groups' if each in groups else 'mask'})"
-        for each in names
-        if each in step.used
+        f"{name} = tl.load({name}_at, mask={'mask_of_groups' if name in groups else 'mask'})"
+        for name in names
+        if name in step.used
     ]
     lines += step.body
     return (_HELPERS if groups else "") + _UPDATE.format(
-        name=name,
+        name=kernel_name,
         order=ORDER,
         groups="\n    ".join(_GROUPS if groups else ()),
-        columns=", ".join(f"{each}_at" for each in names),
+        columns=", ".join(f"{name}_at" for name in names),
         lines="\n    ".join(lines),
         width=len(names),
         vector=elements_of_a_thread(dtypes),
         addresses="\n        ".join(
-            f"{each} = tl.load(rows + tensor * {len(names)} + {place})" for place, each in enumerate(names) if place
+            f"{name} = tl.load(rows + tensor * {len(names)} + {index})" for index, name in enumerate(names) if index
         ),
         together=" | ".join(names),
         pointers=", ".join(
-            f"{each}.to(tl.pointer_type({TRITON.types[dtype]}))" for each, dtype in zip(names, dtypes, strict=True)
+            f"{name}.to(tl.pointer_type({TRITON.types[dtype]}))" for name, dtype in zip(names, dtypes, strict=True)
         ),
         key="\n        ".join(_key() if "key" in step.used else ["key = 0"]),
     )
@@ -193,9 +193,9 @@ def elements_of_a_thread(dtypes: Sequence[torch.dtype]) -> int:
 
 
 def _key() -> list[str]:
-    """Write what makes the key of a parameter out of ``tensor``, ``step`` and ``start``."""
+    """Return the lines that compute the key of a parameter from ``tensor``, ``step`` and ``start``."""
     examples = [torch.ones((), dtype=torch.int32, device="cpu") for _ in range(3)]  # of one, one input would be traced
-    key = spelled(lambda *given: (key_of(*given),), examples, ["tensor", "when", "start"], TRITON)
+    key = spelled(lambda *arguments: (key_of(*arguments),), examples, ["tensor", "when", "start"], TRITON)
     return ["when = tl.load(step).to(tl.int32)", *key.body, f"key = {key.results[0].word}"]
 
 
