@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import inspect
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 import mezzo
+from mezzo.cast import region
 
 #: At whose lines a signal comes: mezzo's, and what its writes go through, contextlib on their behalf alone: torch's own
 #: state does not outlive a signal as torch leaves a context.
@@ -41,6 +43,21 @@ def is_finalizing(frame):
     return frame is not None
 
 
+#: Where a region is entered and left. As with torch's own contexts, its state does not outlive a signal just there.
+_EDGES = {
+    inspect.unwrap(method).__code__
+    for context in (region._Inside, region._BackwardIn, region.autocast)
+    for method in (context.__enter__, context.__exit__)
+}
+
+
+def is_at_the_edge_of_a_region(frame):
+    """Whether a region is being entered or left."""
+    while frame is not None and frame.f_code not in _EDGES:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Interrupt:
     """Send SIGINT at the n-th line of the files below LINES that runs in the block, and catch what comes of it."""
 
@@ -56,7 +73,7 @@ class Interrupt:
     def _at_line(self, frame, event, _):
         if event == "line" and not ends_a_block(frame):
             self.left -= 1
-            if self.left < 0 and not self.came and not is_finalizing(frame):
+            if self.left < 0 and not self.came and not is_finalizing(frame) and not is_at_the_edge_of_a_region(frame):
                 self.came = True
                 signal.raise_signal(signal.SIGINT)
         return self._at_line
