@@ -20,7 +20,6 @@ from mezzo.errors import UnsupportedError
 from mezzo.formats import rules
 from mezzo.formats.blocks import BlockFormat
 from mezzo.formats.definitions import E2M1, FP32
-from mezzo.formats.noise import noise
 from mezzo.formats.rules import EXPONENT, SIZE
 
 logger = logging.getLogger(__name__)
@@ -129,22 +128,7 @@ def source(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) ->
     value = torch.float32 if dtype == torch.float32 else torch.int32
     functions = (
         function("widened", lambda pattern: (rules.fp32_of(pattern, dtype),), {"pattern": value}),
-        function("noise", lambda index, key: (noise(index, key),), {"index": torch.int32, "key": torch.int32}),
-        function(
-            "code_of",
-            lambda pattern, multiplier, noise: (
-                rules.code_of(pattern, multiplier, noise if is_random else None, fmt.element),
-            ),
-            {"pattern": torch.int32, "multiplier": torch.float32, "noise": torch.int32},
-        ),
-        function(
-            "scale_of",
-            lambda amax_bits, tensor_scale: rules.scale_of(amax_bits, tensor_scale, fmt),
-            {"amax_bits": torch.int32, "tensor_scale": torch.float32},
-        ),
-        function(
-            "tensor_scale_of", lambda amax_bits: (rules.tensor_scale_of(amax_bits, fmt),), {"amax_bits": torch.int32}
-        ),
+        *(function(*part) for part in rules.quantising(fmt, is_random=is_random)),
     )
     return _program(facts, types, functions, _ENCODING)
 

@@ -13,6 +13,7 @@ as ``scalar_tensor``: tables of operations have lines for those.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from mezzo.formats.blocks import BlockFormat
 from mezzo.formats.definitions import E4M3, FP16, Format
+from mezzo.formats.noise import noise
 
 #: Below it an amax counts as this much. No scale, no product of two and no reciprocal is subnormal or infinite then.
 SMALLEST_AMAX: Final = 2.0**-100
@@ -41,6 +43,14 @@ class _Facts(NamedTuple):
     num_bits: int
 
 
+class Function(NamedTuple):
+    """A function of a kernel: what :func:`mezzo.emit.cpp.function` and that of Triton write."""
+
+    name: str
+    rule: Callable[..., tuple[Tensor, ...]]
+    parameters: Mapping[str, torch.dtype]
+
+
 def _facts(element: Format) -> _Facts:
     # Written out, as the table has it: to torch.compile a number that an object holds may be a symbol.
     if element.dtype == torch.float8_e4m3fn:
@@ -54,6 +64,24 @@ def _facts(element: Format) -> _Facts:
 
 def _constant(value: float, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.scalar_tensor(value, dtype=dtype, device=like.device)
+
+
+def quantising(fmt: BlockFormat, *, is_random: bool) -> tuple[Function, ...]:
+    """Return the functions that a quantising kernel consists of, in the order in which they are written."""
+
+    def code(pattern: Tensor, multiplier: Tensor, noise: Tensor) -> tuple[Tensor]:
+        return (code_of(pattern, multiplier, noise if is_random else None, fmt.element),)
+
+    def scale(amax_bits: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
+        return scale_of(amax_bits, tensor_scale, fmt)
+
+    bits, value = torch.int32, torch.float32
+    return (
+        Function("noise", lambda index, key: (noise(index, key),), {"index": bits, "key": bits}),
+        Function("code_of", code, {"pattern": bits, "multiplier": value, "noise": bits}),
+        Function("scale_of", scale, {"amax_bits": bits, "tensor_scale": value}),
+        Function("tensor_scale_of", lambda amax_bits: (tensor_scale_of(amax_bits, fmt),), {"amax_bits": bits}),
+    )
 
 
 def fp32_of(bits: Tensor, dtype: torch.dtype) -> Tensor:

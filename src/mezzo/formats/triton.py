@@ -17,7 +17,6 @@ from mezzo.formats import rules
 from mezzo.formats.blocks import BlockFormat
 from mezzo.formats.cpp import layout
 from mezzo.formats.definitions import E2M1, FP32
-from mezzo.formats.noise import noise
 from mezzo.launched import Launch, has_triton, jitted, on
 
 logger = logging.getLogger(__name__)
@@ -230,24 +229,7 @@ def _quantising(fmt: BlockFormat, block: tuple[int, int], dtype: torch.dtype, ca
 @cache
 def _source(fmt: BlockFormat, *, is_random: bool) -> str:
     """Write the kernel ``quantise``: the rules' arithmetic, and the walk."""
-    functions = (
-        function("noise", lambda index, key: (noise(index, key),), {"index": torch.int32, "key": torch.int32}),
-        function(
-            "code_of",
-            lambda pattern, multiplier, noise: (
-                rules.code_of(pattern, multiplier, noise if is_random else None, fmt.element),
-            ),
-            {"pattern": torch.int32, "multiplier": torch.float32, "noise": torch.int32},
-        ),
-        function(
-            "scale_of",
-            lambda amax_bits, tensor_scale: rules.scale_of(amax_bits, tensor_scale, fmt),
-            {"amax_bits": torch.int32, "tensor_scale": torch.float32},
-        ),
-        function(
-            "tensor_scale_of", lambda amax_bits: (rules.tensor_scale_of(amax_bits, fmt),), {"amax_bits": torch.int32}
-        ),
-    )
+    functions = (function(*part) for part in rules.quantising(fmt, is_random=is_random))
     return "".join((_READING, *functions, _QUANTISING))
 
 
