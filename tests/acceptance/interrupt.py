@@ -43,10 +43,11 @@ def is_finalizing(frame):
     return frame is not None
 
 
-#: Where a region is entered and left. As with torch's own contexts, its state does not outlive a signal just there.
+#: Where the region of a forward pass is entered and left. As with torch's own contexts, its state does not outlive a
+#: signal just there. (That of a backward pass does.)
 _EDGES = {
     inspect.unwrap(method).__code__
-    for context in (region._Inside, region._BackwardIn, region.autocast)
+    for context in (region._Inside, region.autocast)
     for method in (context.__enter__, context.__exit__)
 }
 

@@ -1,6 +1,7 @@
 """The autocast region: torch.autocast, plus only the policy's differences; pins; and what it says to watchers."""
 
 import functools
+import itertools
 import threading
 
 import pytest
@@ -17,6 +18,7 @@ from mezzo import Policy, PolicyError, UnsupportedError, compat
 from mezzo.cast.device import decide
 from mezzo.cast.notes import WATCHERS, notes, watched
 
+from ..acceptance.interrupt import Interrupt
 from ..support.refusals import refused
 from .models import assert_same, data
 
@@ -29,6 +31,14 @@ x, w = data(6, 8), data(8, 8, seed=2)
 
 def modes():
     return len(_get_current_function_mode_stack())
+
+
+def backward_pass(region, leaf, loss):
+    region.run_backward(loss)
+
+
+def gradients(region, leaf, loss):
+    region.run_grad(loss, [leaf])
 
 
 # What is cast -------------------------------------------------------------------------------------------
@@ -437,3 +447,25 @@ def test_each_kernel_is_a_cast_of_emulation_or_of_the_op():
     assert any(kinds == ("op", "emulation") for _, kinds in found[0])
     assert WATCHERS == []
     assert all(not kinds for each in heard(model) for _, kinds in each)
+
+
+@pytest.mark.parametrize("differentiates", [backward_pass, gradients])
+@pytest.mark.parametrize("policy", [BF16.low("exp"), EMULATED, "O1,dtype=bfloat16,emulate=false,lists=device"], ids=str)
+def test_a_signal_at_any_line_of_a_backward_pass_leaves_nothing_behind(policy, differentiates):
+    region, state = mezzo.autocast(policy), torch.is_autocast_enabled("cpu")
+    with region:
+        inside, around = torch.is_autocast_enabled("cpu"), _get_current_function_mode_stack()
+        shadows = [mode.shadows for mode in around]
+        for line in itertools.count():
+            leaf = torch.ones(2, requires_grad=True)
+            loss, interrupt = (leaf * 2).sum(), Interrupt(line)
+            with interrupt:
+                differentiates(region, leaf, loss)
+            assert _get_current_function_mode_stack() == around, line
+            assert torch.is_autocast_enabled("cpu") == inside, line
+            assert [mode.shadows for mode in around] == shadows, line
+            if not interrupt.came:
+                break
+    assert line > 5
+    assert modes() == 0
+    assert torch.is_autocast_enabled("cpu") == state

@@ -60,7 +60,7 @@ ROWS = [
     (lambda: Rule("bf16", module="head"), "unknown treatment 'bf16'", "valid: low, fp32", "the text fp32_module=head"),
     # Texts
     (parse("fp8"), "unknown level 'fp8'", 'write  Policy.O1().fp8("linear"), the text O1,fp8=linear'),
-    (parse("nvfp4_module"), "a level stands first", "the text O1,nvfp4_module=head"),
+    (parse("nvfp4_module"), "nvfp4_module takes a value", "the text O1,nvfp4_module=head"),
     (parse("runs/mine.policy"), "unknown level 'runs/mine.policy'", "write  Policy.load(path)"),
     (parse(""), "there is no level", "valid: O0, O1, O2, O3"),
     (parse(None), "a policy's text is not None"),
@@ -74,7 +74,8 @@ ROWS = [
     (parse("bf16,o0"), "the level O0 does not stand first", "write  Policy.O0(), the text O0"),
     (parse("bf16-mixed,dtype=fp16"), "the key 'dtype' stands twice", "the text dtype=bfloat16"),
     (parse("bf16,low=sofmax"), "unknown op 'sofmax'"),
-    (parse("dtype=bf16"), "unknown level 'dtype=bf16'", "a level stands first", "the text O1,dtype=bf16"),
+    (parse("dtype=bf16,O2"), "the level O2 does not stand first", "the text O2,dtype=bfloat16"),
+    (parse("dtype=bf17"), "unknown dtype 'bf17'"),
     (lambda: Policy.of(torch.float64), "a policy cannot be made from torch.float64", "the text O1,bf16"),
     (lambda: Policy.of(torch.int8), "a policy cannot be made from torch.int8"),
     (parse("O1,opt_level=o3,bf16"), "unknown policy key 'opt_level'", "write  the policy without opt_level=o3"),

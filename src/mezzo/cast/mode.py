@@ -235,13 +235,14 @@ class PolicyMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def shadowed() -> Iterator[list[PolicyMode]]:
-    """Silence the regions around this one, and give their modes."""
-    outer = silenced()
+def shadowed() -> Iterator[list[tuple[PolicyMode, int]]]:
+    """Silence the regions around this one, and give what :func:`silence` does."""
+    outer: list[tuple[PolicyMode, int]] = []
+    silence(outer)
     try:
         yield outer
     finally:
-        heard(outer)
+        unsilence(outer)
 
 
 @contextlib.contextmanager
@@ -251,23 +252,27 @@ def acting(per_device: Sequence[Differences]) -> Iterator[None]:
         yield
 
 
-def casts_inside(around: Sequence[PolicyMode]) -> WeightCasts:
+def casts_inside(around: Sequence[tuple[PolicyMode, int]]) -> WeightCasts:
     """Return the casts of weights for a region inside of others: those of the outermost, as long as that lasts."""
-    return around[-1].casts if around and around[-1].casts.keeps else WeightCasts()
+    return around[-1][0].casts if around and around[-1][0].casts.keeps else WeightCasts()
 
 
-def silenced() -> list[PolicyMode]:
-    """Silence the regions around until :func:`heard`, and return their modes, the innermost last."""
-    outer = [mode for mode in function_modes() if isinstance(mode, PolicyMode)] if num_function_modes() else []
-    for mode in outer:
-        mode.shadows += 1
-    return outer
+def silence(outer: list[tuple[PolicyMode, int]]) -> None:
+    """Silence the regions around until :func:`unsilence`, which may follow wherever a signal ends this.
+
+    Args:
+        outer: Gets the modes of these regions, the innermost last, each with its count of before.
+    """
+    for mode in function_modes() if num_function_modes() else ():
+        if isinstance(mode, PolicyMode):
+            outer.append((mode, mode.shadows))
+            mode.shadows += 1
 
 
-def heard(outer: Sequence[PolicyMode]) -> None:
+def unsilence(outer: Sequence[tuple[PolicyMode, int]]) -> None:
     """Undo the silencing of regions."""
-    for mode in outer:
-        mode.shadows -= 1
+    for mode, shadows in outer:
+        mode.shadows = shadows
 
 
 def acting_modes() -> list[PolicyMode]:

@@ -31,9 +31,9 @@ from mezzo.cast.mode import (
     acting,
     acting_modes,
     casts_inside,
-    heard,
     shadowed,
-    silenced,
+    silence,
+    unsilence,
 )
 from mezzo.compiling import begin_plainly, compiled_inside_alone, constant_in_graphs, end_plainly, is_exporting
 from mezzo.dispatch import function_modes, num_function_modes
@@ -193,6 +193,7 @@ class Region:
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 class RegionArgumentError(PolicyError, TypeError):
@@ -276,11 +277,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             tensor: What to differentiate.
             **kwargs: As ``torch.autograd.backward`` takes them.
         """
-        with self.around_backward() as differs:
-            if differs:
-                OPENED_BACKWARD(tensor, **kwargs)
-            else:
-                torch.autograd.backward(tensor, **kwargs)
+        self.differentiate(OPENED_BACKWARD, torch.autograd.backward, tensor, **kwargs)
 
     def run_grad(self, outputs: Tensor, inputs: list[Tensor], **kwargs: Any) -> tuple[Tensor, ...]:
         """Run ``torch.autograd.grad`` as :meth:`run_backward` runs a backward pass.
@@ -290,15 +287,27 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             inputs: By what.
             **kwargs: As ``torch.autograd.grad`` takes them.
         """
-        with self.around_backward() as differs:
-            gradients: tuple[Tensor, ...] = (_OPENED_GRAD if differs else torch.autograd.grad)(
-                outputs, inputs, **kwargs
-            )
-            return gradients
+        return self.differentiate(_OPENED_GRAD, torch.autograd.grad, outputs, inputs, **kwargs)
 
-    def around_backward(self) -> contextlib.AbstractContextManager[bool]:
-        """Return what a backward pass runs in, for what calls torch's engine itself; it gives whether it has a mode."""
-        return _backward(self.region) if _is_traced() else _BackwardIn(self.region)
+    def differentiate(self, opened: Callable[..., T], plain: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Return the result of a function that runs a backward pass, in what the pass runs in.
+
+        Args:
+            opened: Called where a mode is active: the function without torch's own check for modes.
+            plain: Called otherwise.
+            *args: For the function.
+            **kwargs: For the function.
+        """
+        if _is_traced():
+            with _backward(self.region) as differs:
+                return (opened if differs else plain)(*args, **kwargs)
+        inside = _BackwardIn(self.region)
+        try:
+            with inside as differs:
+                return (opened if differs else plain)(*args, **kwargs)
+        finally:
+            if not inside.is_over:  # a signal came in `__enter__` or in `__exit__`, or before its first line
+                inside.__exit__(None, None, None)
 
     def __call__(self, function: Function) -> Function:
         """Decorate a function: each call of it runs in the region.
@@ -403,7 +412,8 @@ class _Inside(contextlib.AbstractContextManager[None]):
             if dtype is not None:
                 torch.set_autocast_dtype(device_type, dtype)
         torch.autocast_increment_nesting()
-        self._outer = silenced()
+        self._outer: list[tuple[PolicyMode, int]] = []
+        silence(self._outer)
         self._mode = None
         if table is not None:
             self._mode = PolicyMode(table, casts_inside(self._outer))
@@ -412,7 +422,7 @@ class _Inside(contextlib.AbstractContextManager[None]):
     def __exit__(self, *exception: Any) -> None:
         if self._mode is not None:
             self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
-        heard(self._outer)
+        unsilence(self._outer)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         for device_type, is_on, dtype in self._states:
@@ -426,37 +436,48 @@ class _Inside(contextlib.AbstractContextManager[None]):
 
 
 class _BackwardIn(contextlib.AbstractContextManager[bool]):
-    """What a backward pass runs in, entered at once: what :func:`_backward` does step by step."""
+    """What a backward pass runs in, entered at once: what :func:`_backward` does step by step.
 
-    __slots__ = ("_mode", "_off", "_outer", "_reductions", "_region")
+    ``__exit__`` may be called again, after a signal that came in it or in ``__enter__``: it undoes what is left.
+
+    Attributes:
+        is_over: Whether all is undone.
+    """
+
+    __slots__ = ("_mode", "_off", "_outer", "_reductions", "_region", "is_over")
 
     def __init__(self, region: Region) -> None:
-        self._region = region
+        self._region, self.is_over = region, False
+        self._mode: PolicyMode | None = None
+        self._off: list[str] = []
+        self._outer: list[tuple[PolicyMode, int]] = []
+        self._reductions: Any = None
 
     def __enter__(self) -> bool:
         region = self._region
         self._reductions = reductions() if region.sets_reductions else None
         if self._reductions is not None:
             set_reductions([(False, split_k) for _, split_k in self._reductions])
-        self._outer = silenced()
-        self._off = [differences.device_type for differences in region.per_device if differences.autocast]
-        self._off = [device_type for device_type in self._off if torch.is_autocast_enabled(device_type)]
+        silence(self._outer)
+        covered = [differences.device_type for differences in region.per_device if differences.autocast]
+        self._off = [device_type for device_type in covered if torch.is_autocast_enabled(device_type)]
         for device_type in self._off:
             torch.set_autocast_enabled(device_type, False)
-        self._mode = None
-        if region.table is not None:
-            self._mode = PolicyMode(region.table, WeightCasts(keeps=False), recomputing=True)
-            self._mode.__enter__()  # type: ignore[no-untyped-call]
-        return self._mode is not None
+        if region.table is None:
+            return False
+        self._mode = PolicyMode(region.table, WeightCasts(keeps=False), recomputing=True)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return True
 
     def __exit__(self, *exception: Any) -> None:
-        if self._mode is not None:
+        if self._mode is not None and self._mode in function_modes():
             self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
         for device_type in self._off:
             torch.set_autocast_enabled(device_type, True)
-        heard(self._outer)
+        unsilence(self._outer)
         if self._reductions is not None:
             set_reductions(self._reductions)
+        self.is_over = True
 
 
 @contextlib.contextmanager

@@ -344,7 +344,8 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
         try:
             if isinstance(entry, PolicyError):
                 raise entry
-            if not level:
+            is_first, level = not level, level or "O1"  # where no level stands, as in `dtype=bf16,low=gelu`, it is O1
+            if is_first and not _is_pair(entry):
                 level, dtype = OPENINGS.get(_bare(entry), ("O1", None))  # as O1 the rest of a wrong text is read
                 if not is_opening(entry):
                     raise _wrong_level(entry)
@@ -399,6 +400,16 @@ def _read_field(entry: str, field_texts: dict[str, Any]) -> None:
     field_texts[key] = value
 
 
+def _is_key(word: str) -> bool:
+    return word in ("dtype", *FIELDS) or is_rule(word)
+
+
+def _is_pair(entry: str) -> bool:
+    """Whether an entry is a key with a value, and no level and no word for one."""
+    key, _, value = entry.partition("=")
+    return bool(value) and _is_key(key)
+
+
 def _is_dtype(word: str) -> bool:
     return isinstance(dtype_of(word), torch.dtype)
 
@@ -409,9 +420,10 @@ def _wrong_level(entry: str) -> PolicyError:
         return PolicyError(f"unknown level {shown(entry)}",
                            why=f"there is no such file, and a text begins with {', '.join(LEVELS)}",
                            write=f"Policy.load(path) of a file, whose name may end with {SUFFIX}")  # fmt: skip
-    if key in ("dtype", *FIELDS) or is_rule(key):
-        pair = entry if value else f"{key}={_example(key)}"
-        return PolicyError(f"unknown level {shown(entry)}", why="a level stands first", write=both(f"O1,{pair}"))
+    if _is_key(key):
+        return PolicyError(
+            f"unknown level {shown(entry)}", why=f"{key} takes a value", write=both(f"O1,{key}={_example(key)}")
+        )
     first, *words = re.findall(r"[\w.-]+", value or entry) or ("O1",)  # another separator, or level=O1
     nearest_opening = first if is_opening(first) else closest(first, OPENINGS, least=0.75)
     level, dtype = OPENINGS.get(_bare(nearest_opening), ("O1", None))

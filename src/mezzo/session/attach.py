@@ -407,8 +407,8 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
         return plain(roots, gradients, *asked)
 
     def run(scaled: tuple[Any, ...]) -> Any:
-        with weights_of(amp).region().around_backward():  # checkpoints are recomputed under the policy
-            return plain(scaled, gradients, *asked)
+        # Checkpoints are recomputed under the policy.
+        return weights_of(amp).region().differentiate(plain, plain, scaled, gradients, *asked)
 
     return run_pass(engine, roots, run, windows, walk, inputs=inputs, creates_graph=creates_graph)
 
@@ -420,10 +420,12 @@ def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any
         return plain(roots, gradients, *asked)
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:
-        with weights_of(amp).region().around_backward():
+        def inside() -> Any:
             return plain(
                 roots, tuple(gradient if gradient is None else scaled(gradient) for gradient in gradients), *asked
             )
+
+        return weights_of(amp).region().differentiate(inside, inside)
 
     return tuple(engine.differentiated(roots, run))
 
