@@ -388,6 +388,7 @@ class Wrappers:
             return
         if wrapper not in self._met:
             self._ranks.require_within(wrapper.process_group, "DistributedDataParallel reduces over")
+            _require_plain(wrapper)
         if self._pauses:
             self._pause(wrapper)
         self._met[wrapper], self.are_there = wrapper.require_backward_grad_sync, True
@@ -435,3 +436,18 @@ class Wrappers:
         """Forget which wrappers reduce: the backward pass has ended."""
         for wrapper in self._met:
             self._met[wrapper] = None
+
+
+def _require_plain(wrapper: DistributedDataParallel) -> None:
+    """Refuse a wrapper around parameters that tensor parallelism has cut.
+
+    Raises:
+        UnsupportedError: Some are DTensors.
+    """
+    if cut := [name for name, param in wrapper.module.named_parameters() if is_distributed(param)]:
+        raise UnsupportedError(
+            "DistributedDataParallel around parameters that tensor parallelism has cut",
+            where=some_of(cut),
+            why="its buckets are plain tensors, and the gradients are DTensors",
+            write='mezzo.fully_shard(model, policy, mesh=mesh["data"]) in its place',
+        )

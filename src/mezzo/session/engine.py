@@ -669,11 +669,12 @@ class Engine:
             return gradients
         back = inverse(scale)
         gradients = [g if g is None else times(back, g).to(g.dtype) for g in gradients]
-        dense_gradients = [g.detach() for g in gradients if g is not None and not is_batch_of_gradients(g)]
+        dense_gradients = [
+            sharded.local(g.detach()) for g in gradients if g is not None and not is_batch_of_gradients(g)
+        ]
         if dense_gradients:
-            self._note_inner(
-                [output.detach() for output in outputs if isinstance(output, Tensor)], dense_gradients, adapts=adapts
-            )
+            here = [sharded.local(output.detach()) for output in outputs if isinstance(output, Tensor)]
+            self._note_inner(here, dense_gradients, adapts=adapts)
         return gradients
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:
