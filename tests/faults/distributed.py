@@ -56,6 +56,9 @@ FAULTS = (
         ("ranks: who steps alone shares gradients", "        if group.size() > 1:\n", "        if False:\n",
          "tests/distributed/test_exchange.py::test_what_does_not_fit_the_group_is_refused",
          "an overflow on one rank would not be seen on the others"),
+        ("ddp: a wrapper takes what tensor parallelism has cut", "            _require_plain(wrapper)\n", "",
+         "tests/distributed/test_tensor_parallel_faults.py::"
+         "test_what_does_not_go_with_tensor_parallelism_is_refused", "its reducer would fail in torch's words"),
         ("fsdp2: no_sync() exchanges", "                    unit.set_requires_gradient_sync(False, recurse=False)\n",
          "                    pass\n",
          "tests/distributed/test_sharded_sessions.py::test_gradients_that_wait_are_not_stepped_with_and_are_cleared",
@@ -123,5 +126,18 @@ FAULTS = (
          "    here = loss.detach()\n", "tests/distributed/test_tensor_parallel.py::"
          "test_training_is_that_of_one_process_with_losses_whole_and_in_parts",
          "no step could be taken under loss_parallel"),
+    ),
+    *in_file("session/engine.py",
+        ("tensor parallelism: gradients inside of losses are looked at as DTensors",
+         "sharded.local(g.detach()) for g in gradients", "g.detach() for g in gradients",
+         "tests/distributed/test_tensor_parallel_faults.py::test_gradients_inside_of_losses_lie_as_logits_do",
+         "a penalty on logits in parts would end in an assertion of torch's"),
+    ),
+    *in_file("cast/model/places.py",
+        ("tensor parallelism: FP8 products of a weight in parts are not refused",
+         "    yield from _cut_below_sixteen(model, policy)\n", "",
+         "tests/distributed/test_tensor_parallel_faults.py::"
+         "test_what_does_not_go_with_tensor_parallelism_is_refused",
+         "such products would be NaN, or each rank would scale by its own part"),
     ),
 )
