@@ -264,6 +264,12 @@ WORDS_THAT_BEGIN = [
 ]
 
 
+def test_where_no_level_stands_it_is_o1():
+    assert Policy.of("dtype=bf16") == Policy.O1("bf16")
+    assert Policy.of("low=gelu") == Policy.of("O1,low=gelu") == Policy.O1().low("gelu")
+    assert Policy.of("fp32_module=head,bf16") == Policy.O1("bf16").keep_fp32(modules=["head"])
+
+
 @pytest.mark.parametrize("words, policy", WORDS_THAT_BEGIN)
 def test_words_that_people_type_for_a_policy(words, policy, tmp_path, monkeypatch):
     """Also where a file of that name lies in the folder: a policy's text is one."""
