@@ -1,7 +1,6 @@
-"""What others have reported of two dims of ranks, planted on four of them; and what does not go with tensor parallelism.
+"""What others have reported of two dims of ranks, planted on four; and what does not go with tensor parallelism.
 
-Each report is named by its thread. Those of field.md's N7 that are not here are about code that mezzo has none of:
-pytorch#148257, #194628 and #197368 are torch's own plans and changes, Megatron-LM#157 is about another optimizer.
+Each report is named by its thread.
 """
 
 import pytest
@@ -149,12 +148,12 @@ def sharp(make):
 
 
 def reports():
-    found = {}
+    results = {}
     for name, (do, policy, make_model) in REPORTS.items():
-        found[name] = do(
+        results[name] = do(
             lambda policy=policy, make_model=make_model, **kwargs: Meshed(policy, make=make_model, **kwargs)
         )
-    return found
+    return results
 
 
 # One verdict ----------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ SPOILED = {"a loss": 3, "a copy": 1, "a shard": 2}
 
 def verdicts():
     """What all make of an infinity that one rank finds: in its loss, its copy of a gradient, or its shard."""
-    found = {}
+    results = {}
     for where, rank in SPOILED.items():
         meshed, is_here = Meshed("O1,dtype=float16,emulate=false", loss=True), dist.get_rank() == rank
         before = whole(meshed.model)
@@ -172,8 +171,8 @@ def verdicts():
         if is_here and where != "a loss":
             local((meshed.model.last if where == "a copy" else meshed.model.head).weight.grad).view(-1)[0] = torch.nan
         step = meshed.amp.step()
-        found[where] = bool(step.skipped), float(step.next_scale), same(before, whole(meshed.model))
-    return found
+        results[where] = bool(step.skipped), float(step.next_scale), same(before, whole(meshed.model))
+    return results
 
 
 def penalties():
