@@ -160,10 +160,11 @@ class Meshed:
 
     def __init__(self, policy, shape=(2, 2), *, make=tokens, optimizer=None, loss=False, sequence=True, **kwargs):
         self.mesh, self.loss = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")), loss
-        self.rank, self.size = self.mesh.get_local_rank("data"), shape[0]
-        self.model = parallelize_module(
-            model := make(), self.mesh["tensor"], plan_of(model, loss=loss, sequence=sequence)
-        )
+        self.rank, self.size, model = self.mesh.get_local_rank("data"), shape[0], make()
+        self.model, is_tied = model, model.head.weight is model.embed.weight
+        parallelize_module(model, self.mesh["tensor"], plan_of(model, loss=loss, sequence=sequence))
+        if is_tied:
+            model.head.weight = model.embed.weight
         if self.size > 1:
             mezzo.fully_shard(self.model, policy, mesh=self.mesh["data"])
         self.optimizer = (optimizer or sgd)(self.model.parameters())

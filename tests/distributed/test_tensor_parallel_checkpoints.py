@@ -1,4 +1,4 @@
-"""Checkpoints of meshes of two dims: the same mesh goes on bit for bit, others with equal weights, moments and counts."""
+"""Checkpoints of two dims of ranks: as many go on bit for bit, others with equal weights, moments and counts."""
 
 import warnings
 

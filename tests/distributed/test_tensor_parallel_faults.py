@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor import Replicate, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -49,6 +49,17 @@ def partial_sums(policy):
         out = model(x)
     amp.backward((out.float() * (0.5 if mesh.get_local_rank("tensor") else 256.0)).sum())
     return {name: param.grad.full_tensor().abs().unique().tolist() for name, param in model.named_parameters()}
+
+
+def row_parallel(policy):
+    """Return the output of a row-parallel layer whose parts are 256.5 and -256, which torch sums in its dtype."""
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(8, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[256.0, 0.5, -256.0, 0.0, 0.0, 0.0, 0.0, 0.0]]))
+    model = parallelize_module(model, mesh["tensor"], {"0": RowwiseParallel(input_layouts=Replicate())})
+    with mezzo.prepare(model, policy).autocast():
+        return float(model(torch.ones(1, 8)))
 
 
 def accumulated(meshed, numbers, waits):
@@ -117,6 +128,13 @@ def clipped(make):
     return whole(meshed.model), norms
 
 
+def tied():
+    """Return a model whose head is its embedding; plans untie them."""
+    model = tokens()
+    model.head.weight = model.embed.weight
+    return model
+
+
 #: By report: what is done, and to which model under which policy.
 REPORTS = {
     "small": (small_and_large, BF16, sparse_tokens),
@@ -125,6 +143,7 @@ REPORTS = {
     "one in FP32": (lambda make: trained(make), f"{BF16},fp32_param=blocks.0.feed.up.weight", tokens),
     "clipped": (clipped, O1, tokens),
     "twice in a step": (lambda make: sharp(make), BF16, tokens),
+    "tied": (lambda make: trained(make), BF16, tied),
     "checkpoints": (lambda make: trained(make), BF16, lambda: tokens(checkpoints=True)),
 }
 
@@ -246,9 +265,11 @@ def refusals():
 
 
 def everything():
+    outputs = [row_parallel(policy) for policy in (O1, f"{O1},fp32_module=0")]
     sums = {policy: partial_sums(policy) for policy in (O1, BF16)}
     return {
         "sums": sums,
+        "outputs": outputs,
         "reports": reports(),
         "verdicts": verdicts(),
         "penalties": penalties(),
@@ -266,6 +287,10 @@ def test_gradients_of_copies_are_summed_over_ranks_in_fp32(of_four):
     for sums in (sums for rank in of_four for sums in rank["sums"].values()):
         assert sums["norm.weight"] == sums["norm.bias"] == sums["router.bias"] == sums["down.bias"] == [256.5]
         assert sums["router.weight"] == sums["down.weight"] == [256.5]
+
+
+def test_outputs_of_row_parallel_products_are_summed_in_their_dtype(of_four):
+    assert [rank["outputs"] for rank in of_four] == [[0.0, 0.5]] * 4
 
 
 @pytest.mark.parametrize("name", REPORTS)
