@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -46,6 +46,10 @@ class Integers:
     lost: LostIntegers
     by: str
     line: str | None = None
+
+
+#: Integers that a product reads, before them its module, op and line.
+IntegerRead: TypeAlias = tuple[str, str, str | None, Integers]
 
 
 @dataclass(slots=True)
@@ -251,13 +255,13 @@ class Asked:
                 products.append(Product(**location, dtype=dtype, count=1, flops=record.flops[0], why=why))
         return tuple(sorted(tallied(products), key=lambda product: -product.flops))
 
-    def integers(self) -> Counter[tuple[str, str, str | None, Integers]]:
+    def integers(self) -> Counter[IntegerRead]:
         """Count the exact integers that products read rounded to a low format, by module, op and line."""
         of_buffers = ((number, self._stored.get(name)) for number, name in self.table.names.items())
         labels: dict[int, Integers] = {
             number: Integers(lost, self.table.names[number]) for number, lost in of_buffers if lost is not None
         }
-        counts = Counter[tuple[str, str, str | None, Integers]]()
+        counts = Counter[IntegerRead]()
         for record in self._forward():
             if record.flops is not None:
                 for read in {labels[value.number] for value in _factors(record) if value.number in labels}:

@@ -107,7 +107,7 @@ def _traced(
 ) -> Explanation:
     policy = as_named(model, policy)
     rounded = _rounded_buffers(model, policy)
-    handle = Prepared(model, policy, tells=False)  # findings tell it
+    handle = Prepared(model, policy, logs_unreached_rules=False)  # findings tell it
     low_numbers = LowNumbers(model, lambda: recorder.recorded)
     probes = (
         [RoundedIntegers(), *low_numbers.probes] if policy.casts or policy.param_dtype in LOW else [RoundedIntegers()]

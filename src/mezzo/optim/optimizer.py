@@ -23,10 +23,10 @@ from mezzo.optim.groups import (
     changes_nothing,
     check_arguments,
     check_group,
-    named,
-    ordered,
+    require_ordered,
+    with_dtype_name,
     wrong_weights,
-)
+)  # fmt: skip
 from mezzo.optim.state_dicts import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, shared
@@ -271,9 +271,9 @@ class OnePassOptimizer(Optimizer):
     def __init__(self, params: Params, torch_only: Mapping[str, Any], **defaults: Any) -> None:
         check_arguments(self, torch_only)
         self._start()
-        defaults = named(defaults)
+        defaults = with_dtype_name(defaults)
         check_group(defaults)
-        super().__init__(ordered(params), defaults)
+        super().__init__(require_ordered(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer, here or on another machine; or take another state."""
@@ -303,8 +303,8 @@ class OnePassOptimizer(Optimizer):
             PolicyError: A hyper-parameter that no update can work with; nothing was added.
             TypeError: A set of parameters, as torch says it.
         """
-        params = param_group["params"]
-        group = named({**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))})
+        params = [given] if isinstance(given := param_group["params"], Tensor) else list(require_ordered(given))
+        group = with_dtype_name({**param_group, "params": params})
         check_group({**self.defaults, **group})
         super().add_param_group(group)
 

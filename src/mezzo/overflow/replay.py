@@ -26,7 +26,7 @@ from mezzo.cast.model.places import has_forward
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, shown
 from mezzo.hooks import OwnHook
-from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highest_scale, outside_models
+from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highest_scale, report_outside_models
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name, mapped, mark, tensors
@@ -456,7 +456,7 @@ class _Replayed:
                 bad = [number for number, gradient in gradients.items() if not is_finite(gradient)]
                 if bad:
                     number = bad[0]
-                    return outside_models(gradients[number], number, outputs[number], call.line, search.context)
+                    return report_outside_models(gradients[number], number, outputs[number], call.line, search.context)
                 starts = [outputs[number] for number in gradients]
                 if (overflow := search.backward(starts, list(gradients.values()), run)) is not None:
                     # The input of one model may be the output of another.

@@ -11,7 +11,6 @@ import torch
 
 from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
-from mezzo.policy import fields as texts
 from mezzo.policy.fields import Level
 from mezzo.policy.ops import MOVES, OPS, QUANTISED, VIEWS, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, both, format_rules
@@ -387,7 +386,7 @@ class Policy:
         """
         if not isinstance(text, str):
             raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,bf16")')
-        return cls(**fields.resolved(*texts.read(text)))
+        return cls(**fields.resolved(*fields.read(text)))
 
     @classmethod
     def of(cls, value: PolicyLike) -> Policy:
@@ -408,9 +407,9 @@ class Policy:
             try:
                 return cls.parse(value)
             except PolicyError:
-                is_text = texts.is_opening(value.partition(",")[0].strip())
+                is_text = fields.is_opening(value.partition(",")[0].strip())
                 is_path = os.path.exists(value) and os.sep in value  # of a folder, too, which `load` refuses
-                if os.path.isfile(value) or is_path or (value.endswith(texts.SUFFIX) and not is_text):
+                if os.path.isfile(value) or is_path or (value.endswith(fields.SUFFIX) and not is_text):
                     return cls.load(value)
                 raise
         raise PolicyError(
@@ -438,7 +437,7 @@ class Policy:
         Raises:
             PolicyError: It cannot be written.
         """
-        texts.save(self._entries(fields.FIELDS), self.rules, path)
+        fields.save(self._entries(fields.FIELDS), self.rules, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -447,7 +446,7 @@ class Policy:
         Raises:
             PolicyError: No such file, or all its wrong lines: each with its number, and the nearest key or word.
         """
-        level, field_texts = texts.load(path)
+        level, field_texts = fields.load(path)
         try:
             return cls(**fields.resolved(level, field_texts))
         except PolicyError as problem:

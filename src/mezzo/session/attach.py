@@ -319,7 +319,7 @@ class AttachedPrecision(MixedPrecision):
                     [session_optimizer],
                     engine.step(
                         [session_optimizer],
-                        by=None if optimizer is session_optimizer else engine.writes.steps_by[optimizer],
+                        step_call=None if optimizer is session_optimizer else engine.writes.steps_by[optimizer],
                     ),
                 )
         return loss if closure is not None else returned[0] if returned else None

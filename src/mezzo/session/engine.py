@@ -28,7 +28,7 @@ from mezzo.optim.groups import changes_nothing
 from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
-from mezzo.session.observers import StepObserver, observing
+from mezzo.session.observers import StepObserver, context_observers
 from mezzo.session.passes import SessionPass, Walk, entered, times
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.step_plan import StepPlan, planned
@@ -37,7 +37,7 @@ from mezzo.session.window import Window, carry_over
 from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, any_gradient, clear_to_zeros, dense, norms
-from mezzo.step.verdict import Judged, Verdict, concluded, not_finite
+from mezzo.step.verdict import JudgedGradients, Verdict, judge_step_numbers, not_finite
 from mezzo.tensors import foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
@@ -247,7 +247,7 @@ class Engine:
         if is_first:
             if self.writes.broken:
                 self.writes.require_whole()
-            for observer in (*self.observers, *observing()):
+            for observer in (*self.observers, *context_observers()):
                 observer.begins(self, scale)
         seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plan.is_driven
         for window in windows:
@@ -399,7 +399,7 @@ class Engine:
     def step(
         self,
         optimizers: Collection[Optimizer],
-        by: Callable[..., Any] | None = None,
+        step_call: Callable[..., Any] | None = None,
     ) -> Step:
         """Judge the gradients of some optimizers once; then update, or skip, all of them together.
 
@@ -407,8 +407,8 @@ class Engine:
 
         Args:
             optimizers: Those that step, as far as they have gradients.
-            by: Called in place of the one optimizer's ``step``, and only if it is not skipped: how a framework learns
-                of that. One host sync.
+            step_call: Called in place of the one optimizer's ``step``, and only if that is not skipped, so that a
+                framework learns of it. One host sync.
 
         Raises:
             StateError: No gradient, or an earlier update that was ended half-way.
@@ -420,35 +420,38 @@ class Engine:
         self.account.check()
         with uninterrupted():
             if self.ranks.size == 1:
-                step = self._step(optimizers, by)
+                step = self._step(optimizers, step_call)
             else:
                 with self.errors_sent_to_ranks():
-                    step = self._step(optimizers, by)
+                    step = self._step(optimizers, step_call)
         return self.accounted(step)
 
     def accounted(self, step: Step) -> Step:
         """Warn if the account says so, show the step to observers, and return it."""
         if self.account.warning:
             self.account.warn()
-        for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
+        for observer in (
+            *self.observers,
+            *context_observers(),
+        ):  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step
 
-    def _step(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
+    def _step(self, optimizers: Collection[Optimizer], step_call: Callable[..., Any] | None) -> Step:
         if self.writes.broken:
             self.writes.require_whole()
         windows, writers = self._open(optimizers, "step"), list[Writer]()
         if not self._has_warned:
             self.warn_of_edits(windows)
         for window in windows:
-            writers += window.plan.writers_of(optimizers, asked=by is not None)
+            writers += window.plan.writers_of(optimizers, host_decides=step_call is not None)
         for writer in writers:
             check_numbers(writer.optimizer)
         # An attribute of a parameter in halves costs thrice that of others unless no class is asked for its functions.
-        with DisableTorchFunctionSubclass() if by is None and all(map(_IS_OWN, writers)) else nullcontext():
+        with DisableTorchFunctionSubclass() if step_call is None and all(map(_IS_OWN, writers)) else nullcontext():
             judged, absent = self.judge(windows, writers)
             try:
-                self.writes.write(writers, windows, judged, by)
+                self.writes.write(writers, windows, judged, step_call)
             except BaseException as error:
                 if not self.writes.broken:
                     self.ranks.fall_behind(error)
@@ -481,7 +484,7 @@ class Engine:
                 self.ranks.absent(error, self.device, step=number + 1, largest=largest)
             raise
 
-    def judge(self, windows: list[Window], writers: Sequence[Writer]) -> tuple[Judged, Tensor | None]:
+    def judge(self, windows: list[Window], writers: Sequence[Writer]) -> tuple[JudgedGradients, Tensor | None]:
         """Judge the gradients that some writers are for, with all ranks that step together.
 
         Returns:
@@ -501,7 +504,7 @@ class Engine:
         leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
         for writer in writers:
             optimizers.add(writer.optimizer)
-            is_plain = is_plain or (writer.is_shown and not writer.waits)
+            is_plain = is_plain or (writer.exposes_gradients and not writer.waits)
         for window in windows:
             if not window.now.passes and not self.plain:
                 self._takes_written(window, optimizers, "step")
@@ -530,7 +533,7 @@ class Engine:
         inner, self._inner = [] if self._inner is None else [self._inner], None
         divides = any(map(_DIVIDES, writers))
         static = scale is not None, self.max_grad_norm is not None, divides, len(inner), len(losses)
-        results = shared(concluded, static, [sizes, *numbers, *inner, *losses, *flags])
+        results = shared(judge_step_numbers, static, [sizes, *numbers, *inner, *losses, *flags])
         grad_norm, found_inf, multiplier, failed, *fused = results
         absent = None
         if self.ranks.size > 1:
@@ -546,7 +549,7 @@ class Engine:
             is_one=not numbers,
             as_fused=tuple(fused),
         )
-        judged = Judged(
+        judged = JudgedGradients(
             params=params,
             gradients=gradients,
             scale=scale,
@@ -556,11 +559,11 @@ class Engine:
             losses=losses,
             failed=failed,
         )
-        for observer in (*self.observers, *observing()):
+        for observer in (*self.observers, *context_observers()):
             observer.judged(self, judged)
         return judged, absent
 
-    def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
+    def finish(self, windows: list[Window], judged: JudgedGradients, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
         self.inner_scales.num_calls = 0
@@ -661,7 +664,7 @@ class Engine:
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
             scale = self.inner_scales.next(scale)
-        for observer in (*self.observers, *observing()):
+        for observer in (*self.observers, *context_observers()):
             observer.begins(self, scale)
         with SessionPass(self, scale):
             gradients = list(run(partial(times, scale)))

@@ -59,17 +59,17 @@ class WindowPlan:
             return self.leaves
         return _once(self.leaves_by_optimizer[optimizer] for optimizer in self.optimizers if optimizer in optimizers)
 
-    def writers_of(self, optimizers: Collection[Optimizer], *, asked: bool = False) -> list[Writer]:
+    def writers_of(self, optimizers: Collection[Optimizer], *, host_decides: bool = False) -> list[Writer]:
         """Return what updates the parameters of some optimizers in the step that is being taken.
 
         Args:
             optimizers: The optimizers.
-            asked: Whether the host decides if they step.
+            host_decides: Whether the host decides if they step.
         """
         writers = []
         for optimizer, writer in self.writers.items():
             if optimizer in optimizers:
-                writers.append(writer.now(asked=asked) if asked or writer.divides else writer)
+                writers.append(writer.now(host_decides=host_decides) if host_decides or writer.divides else writer)
         return writers
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import current_node, next_number, number_of
-from mezzo.cast.differences import INPLACE, OPENED, asks_in_place
+from mezzo.cast.differences import INPLACE, OPENED, is_called_in_place
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
 from mezzo.cast.products import asked, recipe_of
@@ -158,7 +158,7 @@ class Decider:
         return CallRecord(
             op=op,
             decision=decision,
-            goes_back=param is not None and differences is not None and differences.gives_back,
+            goes_back=param is not None and differences is not None and differences.returns_compute_dtype,
             low_dtype=dtype_name(self.policy.dtype),
             argument_dtypes=_names(arguments),
             cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
@@ -193,7 +193,7 @@ def _written(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
     """Return what a call writes to, ``None`` where it returns new tensors, and the op's name for the policy."""
     if kwargs.get("out") is not None:
         return kwargs["out"], op if "::" in op else f"aten::{op}.out"
-    is_in_place_call = function in INPLACE and asks_in_place(INPLACE[function], args, kwargs)
+    is_in_place_call = function in INPLACE and is_called_in_place(INPLACE[function], args, kwargs)
     return args[0] if args and (is_in_place_call or is_in_place(op) or op == "__setitem__") else None, op
 
 

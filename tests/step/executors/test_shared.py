@@ -97,8 +97,8 @@ def test_a_verdict(interpreted, launched, scale, max_norm):
     numbers = [*([] if scale is None else [torch.tensor(scale)]), *([] if max_norm is None else [max_norm])]
     for norms in NORMS:
         tensors = [torch.tensor(norms), *numbers]
-        found = compute(verdict.decided, given, tensors)
-        same(found, verdict.decided(*given, *tensors))
+        found = compute(verdict.judge_numbers, given, tensors)
+        same(found, verdict.judge_numbers(*given, *tensors))
     assert launched == ["decided"] * len(NORMS)
 
 
@@ -109,19 +109,19 @@ def test_a_verdict_with_all_that_is_known_of_losses(interpreted, launched, inner
     for norms, flag in product(NORMS, (False, True)):
         tensors = [torch.tensor(norms), torch.tensor(1024.0), 7.3, *map(torch.tensor, (*inner, *losses, flag))]
         given = True, True, True, len(inner), len(losses)
-        found = compute(verdict.concluded, given, tensors)
-        same(found, verdict.concluded(*given, *tensors))
+        found = compute(verdict.judge_step_numbers, given, tensors)
+        same(found, verdict.judge_step_numbers(*given, *tensors))
         grad_norm, found_inf, multiplier, failed, *told = found
-        same([grad_norm, multiplier], verdict.decided(True, True, *tensors[:3])[::2])
+        same([grad_norm, multiplier], verdict.judge_numbers(True, True, *tensors[:3])[::2])
         assert found_inf.item() == (not math.isfinite(grad_norm) or any(inner) or math.inf in losses or flag)
         assert failed.item() == (math.inf in losses or any(inner))
         same(told, [found_inf.float(), multiplier.reciprocal()])
-    assert {*launched} == {"concluded"}
+    assert {*launched} == {"judge_step_numbers"}
 
 
 def test_a_norm_of_more_numbers_than_a_block_holds(interpreted):
     norms = torch.rand(5000)
-    found, *_ = programs.Shared()(verdict.decided, (False, False), [norms])
+    found, *_ = programs.Shared()(verdict.judge_numbers, (False, False), [norms])
     assert abs(found / norms.double().norm() - 1) < 1e-6
 
 

@@ -98,16 +98,18 @@ class Stored:
     plain: dict[Tensor, torch.dtype] = field(default_factory=dict)
 
 
-def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, waits: bool = False) -> Stored:
+def wanted_storage(
+    model: nn.Module, policy: Policy, *, converts: bool = False, expects_session: bool = False
+) -> Stored:
     """Decide every tensor's storage, or raise all that stands against the decision.
 
     Args:
         model: The model.
         policy: The policy.
         converts: Whether the decision is to be carried out: what stands against that is raised as well.
-        waits: Whether a session is to find the model prepared, which it must be only once then.
+        expects_session: Whether a session is to find the model prepared, which it must be only once then.
     """
-    if (waits and preparations_in(model)) or _is_hooked(model):
+    if (expects_session and preparations_in(model)) or _is_hooked(model):
         raise StateError(
             "the model is prepared already",
             where=type(model).__name__,
@@ -331,11 +333,13 @@ def is_alone(tensor: Tensor) -> bool:
 
 def _lost(narrowed: Mapping[Tensor, torch.dtype]) -> list[Tensor]:
     """Return the tensors with finite values that would become infinite."""
-    asked = [*narrowed]
+    narrowed_tensors = [*narrowed]
     flags = [is_lost(local(t.detach()), dtype) for t, dtype in narrowed.items()]
     # Of a sharded one every rank knows its own part.
-    are_lost = flags_of_all(torch.stack([flag.to(asked[0].device) for flag in flags]), asked).tolist()
-    return [t for t, is_so in zip(asked, are_lost, strict=True) if is_so]
+    are_lost = flags_of_all(
+        torch.stack([flag.to(narrowed_tensors[0].device) for flag in flags]), narrowed_tensors
+    ).tolist()
+    return [t for t, is_so in zip(narrowed_tensors, are_lost, strict=True) if is_so]
 
 
 def is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
