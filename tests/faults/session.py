@@ -127,7 +127,7 @@ FAULTS = (
          "if is_inside and not isinstance(leaf, nn.Parameter):", "if False:", "tests/session/test_passes.py",
          "the rest of the pass would be 65536 times too small"),
         ("passes: a pass of another thread is taken for one inside",
-         "return number == self._number or (number != self._around and thread_owner() is self)", "return True",
+         "return number == self._number or (number != self._outer_number and thread_owner() is self)", "return True",
          "tests/session/test_passes.py::test_a_pass_of_another_thread_is_not_inside_though_this_one_waits_for_it",
          "its gradients would be 65536 times too small"),
         ("passes: what holds the scale is forgotten with the pass that fails", "            self._settle()\n", "            pass\n",

@@ -8,7 +8,7 @@ from torch import nn
 
 import mezzo
 from mezzo import Policy, PolicyError, Rule, numerics, overflow
-from mezzo.policy.rules import exact, matches, separated, split, escaped
+from mezzo.policy.rules import escaped, exact, matches, separated, split
 
 NAMES = [*"[cls] * ? a,b=c a+b x@y;z (p)# [,] ! ] [!c] [] [[]]".split(), "a b", "[a b]"]
 NAME = st.text(st.sampled_from("abc[]*?!,+=@;()# -^{}\\%\n\té"), min_size=1, max_size=8).filter(str.strip)

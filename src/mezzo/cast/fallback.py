@@ -121,13 +121,15 @@ def write_back(function: Any, original: tuple[Any, Any], run_with: tuple[Any, An
         original: The program's arguments, and those with names.
         run_with: The casts of these that the operator was run with.
     """
-    for index, name in _written(function) if isinstance(function, OpOverload | OpOverloadPacket) else ():
-        before, after = (args[index] if index < len(args) else named.get(name) for args, named in (original, run_with))
-        _copy(before, after)
+    for index, name in _written_arguments(function) if isinstance(function, OpOverload | OpOverloadPacket) else ():
+        argument, cast_argument = (
+            args[index] if index < len(args) else named.get(name) for args, named in (original, run_with)
+        )
+        _copy(argument, cast_argument)
 
 
 @functools.lru_cache(maxsize=1024)
-def _written(operator: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
     """List the arguments that an operator writes to: where they stand, and their names."""
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, x) for x in operator.overloads()]
     return tuple(

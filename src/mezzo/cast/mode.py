@@ -30,7 +30,7 @@ from mezzo.cast.differences import (
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.fallback import LOW_COMPLEX, no_kernel, retry_in_fp32, says_no_kernel, write_back
 from mezzo.cast.notes import WATCHERS, during
-from mezzo.cast.products import asked, cast_as, product
+from mezzo.cast.products import cast_as, operands_or_reason, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting, is_scripted
 from mezzo.dispatch import (
     OpOverload,
@@ -482,17 +482,17 @@ def _set_item(casts: WeightCasts, x: Tensor, index: Any, value: Any) -> None:
 
 
 def _run(
-    handler: Handler, differences: Differences | Traced, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]
+    handler: Handler, differences: Differences | Traced, func: Any, args: Any, kwargs: Any, original: tuple[Any, Any]
 ) -> Any:
     if handler.recipe is not None and _all_low((args, kwargs), differences.dtype):
-        wanted = asked(handler.op, *given, handler.recipe.multiple)
-        if not isinstance(wanted, str):
-            out = cast_as(wanted, handler.op, args, kwargs)
+        operands = operands_or_reason(handler.op, *original, handler.recipe.multiple)
+        if not isinstance(operands, str):
+            out = cast_as(operands, handler.op, args, kwargs)
             memories = differences.memories if isinstance(differences, Differences) else ()
             if WATCHERS:
                 about = handler.recipe.as_note
-                return during("quantised", about, product, out, handler.recipe, memories, wanted.weight)
-            return product(out, handler.recipe, memories, wanted.weight)
+                return during("quantised", about, product, out, handler.recipe, memories, operands.weight)
+            return product(out, handler.recipe, memories, operands.weight)
     if handler.emulated and _all_low((args, kwargs), differences.dtype):
         if WATCHERS:
             return during("emulation", func, emulate, handler.op, func, args, kwargs)

@@ -150,14 +150,14 @@ class Asked:
 
     def _asks_for(self, record: KernelRecord) -> bool:
         """Whether a cast of an argument is what the policy's decision about its call asks for."""
-        call, after = record.call, record.gives[0].dtype
+        call, result_dtype = record.call, record.gives[0].dtype
         if call.is_conversion or self._is_made_by(call, record.reads[0].memory):
             return False
         match call.decision.treatment:
             case "low" | "fp8" | "mxfp8" | "nvfp4":
-                return dtype_name(after) == call.low_dtype
+                return dtype_name(result_dtype) == call.low_dtype
             case "fp32" | "fp32_math":
-                return after == torch.float32
+                return result_dtype == torch.float32
             case treatment:
                 return treatment == "promote"
 

@@ -143,8 +143,8 @@ def _reason(rule: Rule, seen: Asked) -> str:
     ops = rule.ops if len(rule.ops) == 1 else ()
     if modules := sorted({row.module or MODEL for row in seen.rows if row.op in ops}):
         return f": {rule.op} ran only in {', '.join(modules[:5])}"
-    if around := sorted({row.op for row in seen.rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
-        return f": {rule.op} ran only inside {', '.join(around)}"
+    if composites := sorted({row.op for row in seen.rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
+        return f": {rule.op} ran only inside {', '.join(composites)}"
     return "" if rule.op is None else f": no op that {rule.op} matches was called"
 
 

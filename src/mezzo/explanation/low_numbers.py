@@ -379,13 +379,15 @@ def _chains(table: WatchedPass) -> Iterable[list[_Addition]]:
 
 def _is_stream(table: WatchedPass, chain: list[_Addition]) -> bool:
     """Whether partial sums are read by more than the next addition, as a residual stream is."""
-    read = 0
-    for (record, _), (after, _) in itertools.pairwise(chain):
+    num_read = 0
+    for (record, _), (next_record, _) in itertools.pairwise(chain):
         other_readers = (
-            reader for reader in table.readers(record.gives[0]) if reader is not after and reader.phase == "forward"
+            reader
+            for reader in table.readers(record.gives[0])
+            if reader is not next_record and reader.phase == "forward"
         )
-        read += any(has_fraction(value.dtype) for reader in other_readers for value in reader.gives)
-    return 2 * read > len(chain)
+        num_read += any(has_fraction(value.dtype) for reader in other_readers for value in reader.gives)
+    return 2 * num_read > len(chain)
 
 
 def _is_mask(table: WatchedPass, value: Value) -> bool:

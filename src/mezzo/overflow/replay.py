@@ -101,19 +101,19 @@ def locate(
     search = Search(Context(models, policy, scale))
     backward: Backward = torch.autograd.backward if policy is None else autocast(policy).run_backward
     with untouched(models), search.hooked():
-        ends = [tensor for tensor in tensors(search.forward(fn)) if tensor.is_floating_point()]
-        if not ends:
+        outputs = [tensor for tensor in tensors(search.forward(fn)) if tensor.is_floating_point()]
+        if not outputs:
             raise PolicyError(
                 "fn returned no floating tensor",
                 why="a search begins at the loss and goes backward",
                 write="mezzo.overflow.locate(lambda: criterion(model(x), y), model)",
             )
-        origin = search.watch.first(ends)
+        origin = search.watch.first(outputs)
         if origin is not None and (
-            not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in ends)
+            not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in outputs)
         ):
             return diagnose(origin, search.context)
-        starts = [_wide(end) * scale for end in ends if end.requires_grad]
+        starts = [_wide(end) * scale for end in outputs if end.requires_grad]
         return search.backward(starts, [torch.ones_like(start) for start in starts], backward) if starts else None
 
 

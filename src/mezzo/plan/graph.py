@@ -27,7 +27,7 @@ from mezzo.cast.differences import find_differences
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.model.checks import wanted_storage
 from mezzo.cast.model.prepare import as_named, with_low_ends
-from mezzo.cast.products import Operands, Recipe, asked, recipe_on
+from mezzo.cast.products import Operands, Recipe, operands_or_reason, recipe_on
 from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors, require_switches
 from mezzo.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
@@ -494,7 +494,7 @@ class _Reader:
             )
         args: Any = fx.map_arg(node.args, value_of)
         kwargs: Any = fx.map_arg(node.kwargs, value_of)
-        operands = asked(name, args, dict(kwargs), recipe.multiple)
+        operands = operands_or_reason(name, args, dict(kwargs), recipe.multiple)
         return (recipe, operands.is_turned) if isinstance(operands, Operands) else None
 
     def _add_node(self, op: GraphOp, node: Node, name: str, target: Node | None) -> None:

@@ -299,19 +299,21 @@ class Policy:
         if form == "out=" and not self.casts and of_op.rule is not None:
             why = f"{keeps}; {of_op.rule} is idle there: under {self.level} nothing tells it from compiled code's own"
             return Decision(treatment="native", rule=None, reason=why, source="torch")
-        whole = self.module_rule(module or "")
-        is_island = whole is not None and whole is of_op.rule and whole.treatment == "fp32"
+        module_rule = self.module_rule(module or "")
+        is_island = module_rule is not None and module_rule is of_op.rule and module_rule.treatment == "fp32"
         written: Written = "left" if is_island else self.written(op, of_op, device_type)
         gets = f"gets {of_op.treatment}: {of_op.reason}"
         if written == "left":
             also = "" if of_op.treatment == "native" else f"; {op}, which returns a new tensor, {gets}"
             return Decision(treatment="native", rule=None, reason=keeps + also, source="torch")
         here_alone = device_type is None and self.written(op, of_op, "cuda") == "left"
-        elsewhere = f"; on {_KINDS['cuda']} {_AS_IN['native']}" * here_alone
+        note_on_cuda = f"; on {_KINDS['cuda']} {_AS_IN['native']}" * here_alone
         if written == "follows":
-            reason = f"{keeps}, and what it reads is cast to that{elsewhere}"
+            reason = f"{keeps}, and what it reads is cast to that{note_on_cuda}"
             return Decision(treatment="promote", rule=None, reason=reason, source=of_op.source)
-        return dataclasses.replace(of_op, reason=f"{keeps}, and the result is rounded to that; {op} {gets}{elsewhere}")
+        return dataclasses.replace(
+            of_op, reason=f"{keeps}, and the result is rounded to that; {op} {gets}{note_on_cuda}"
+        )
 
     def module_rule(self, path: str) -> Rule | None:
         """Return the rule that treats a module of the model as a whole, if one does."""
@@ -486,10 +488,10 @@ def _from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norm
         return Decision(treatment=treatment, rule=None, reason=reason, source=source)
     treatment = entry.portable if lists == "portable" else by_device[_default_kind()]
     words = _AS_IN if lists == "portable" else {}
-    elsewhere = [
+    device_notes = [
         f"on {_KINDS[device]} {words.get(other, other)}" for device, other in by_device.items() if other != treatment
     ]
-    reason = "; ".join((entry.reason, *elsewhere))
+    reason = "; ".join((entry.reason, *device_notes))
     return Decision(treatment=treatment, rule=None, reason=reason, source=_DECIDERS[lists])
 
 

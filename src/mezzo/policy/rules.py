@@ -366,8 +366,8 @@ class Rule:
     @property
     def _names_module(self) -> bool:
         """Whether it is written by its module alone."""
-        whole = self.op is None or (self.treatment in QUANTISED and self.op == "*")
-        return whole and self.module is not None
+        is_every_op = self.op is None or (self.treatment in QUANTISED and self.op == "*")
+        return is_every_op and self.module is not None
 
     def __str__(self) -> str:
         return f"{self.key}={self.name}"

@@ -419,7 +419,7 @@ def _problems(engine: Engine) -> Iterator[MezzoError]:
             write=f'model.to("{device}") before the session is made',
         )
     for optimizer in weights.optimizers:
-        reasons = [] if as_one_pass(optimizer) is not None else list(_lacks(optimizer, device))
+        reasons = [] if as_one_pass(optimizer) is not None else list(_missing_options(optimizer, device))
         if reasons:
             name = type(optimizer).__name__
             yield UnsupportedError(
@@ -431,7 +431,7 @@ def _problems(engine: Engine) -> Iterator[MezzoError]:
             )
 
 
-def _lacks(optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+def _missing_options(optimizer: Optimizer, device: torch.device) -> Iterator[str]:
     """Yield what an optimizer that is not mezzo's lacks to be captured."""
     for number, group in enumerate(optimizer.param_groups):
         lr = group["lr"]
@@ -495,7 +495,7 @@ class _Batch:
         if list(batch) != list(self._leaves):
             return "the structure of its arguments"
         pairs = zip(self._leaves.values(), batch.values(), strict=True)
-        unlike = ((recorded, value) for recorded, value in pairs if not _alike(recorded, value))
+        unlike = ((recorded, value) for recorded, value in pairs if not _is_same_leaf(recorded, value))
         return next((f"{_shown(recorded)} → {_shown(value)}" for recorded, value in unlike), "")
 
 
@@ -509,7 +509,7 @@ def _shown(value: Any) -> str:
     return described(value) + (", requires_grad" if value.requires_grad else "")
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _is_same_leaf(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -530,7 +530,7 @@ def _held(engine: Engine) -> dict[str, Any]:
         settings[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
         settings[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
         settings[f"training of {name}"] = [module.training for module in model.modules()]
-    settings["what optimizers update"] = [*plan.ends, *map(id, plan.params)]
+    settings["what optimizers update"] = [*plan.ends_of_params, *map(id, plan.params)]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
         settings[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))

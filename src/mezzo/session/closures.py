@@ -175,8 +175,10 @@ def _remembering(optimizer: Optimizer) -> Callable[[], None]:
     def restore() -> None:
         optimizer.state.clear()
         for key, entry in values.items():
-            if isinstance(there := state[key], dict):  # an optimizer may know the addresses of its tensors
-                entry = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in entry.items()}
+            if isinstance(old_entry := state[key], dict):  # an optimizer may know the addresses of its tensors
+                entry = {
+                    n: old_entry[n].copy_(value) if isinstance(value, Tensor) else value for n, value in entry.items()
+                }
             optimizer.state[key] = entry
         for group, before in zip(optimizer.param_groups, options, strict=True):
             params = group["params"]

@@ -137,11 +137,11 @@ class Engine:
                 window.adopt_plan(part)
             windows.append(window)
         if any(window.carried is not None for window in (*self.windows, *windows)):
-            old_windows = zip(self.windows, old_leaves, strict=True)
-            before = {leaf: old.carried for old, leaves in old_windows for leaf in leaves}
-            after = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
-            for leaf in before | after:
-                carry_over(leaf, before.get(leaf), after.get(leaf))
+            pairs = zip(self.windows, old_leaves, strict=True)
+            old_carried = {leaf: old.carried for old, leaves in pairs for leaf in leaves}
+            new_carried = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
+            for leaf in old_carried | new_carried:
+                carry_over(leaf, old_carried.get(leaf), new_carried.get(leaf))
             for window in windows:
                 window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
@@ -388,7 +388,7 @@ class Engine:
         Raises:
             StateError: Nothing says whether they carry the scale; or some are the last step's.
         """
-        names = [] if self.waits else window.written(optimizers)
+        names = [] if self.waits else window.names_of_written(optimizers)
         if names and self.scale_now is not None and not window.now.has_made:
             raise window.unknown(f"{call}() before backward()", names)
         if names:
@@ -521,7 +521,7 @@ class Engine:
         for window in windows:
             losses += window.now.losses
             flags += [] if window.now.found_inf is None else [window.now.found_inf]
-            flags += [] if window.now.passes else window.has_skipped()
+            flags += [] if window.now.passes else window.skip_flags()
         if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
             losses, flags = ([moved(value, self.device) for value in values] for values in (losses, flags))
         positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
@@ -642,9 +642,9 @@ class Engine:
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
         gradients = self.differentiated([outputs], run)
-        asked = set(map(id, inputs))
+        input_ids = set(map(id, inputs))
         for window in self.windows:
-            if not window.plan.ids.isdisjoint(asked):
+            if not window.plan.ids.isdisjoint(input_ids):
                 window.now = window.now._replace(has_made=True)
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
 

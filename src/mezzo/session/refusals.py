@@ -74,23 +74,23 @@ def _kind_of(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
+def chosen(optimizers: Any, of_session: list[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that a call names; all of the session's when omitted.
 
     Raises:
         PolicyError: One that is not the session's; or none is named.
     """
     if optimizers is None:
-        return known
-    named = listed(optimizers)
-    foreign = [_kind_of(optimizer) for optimizer in named if optimizer not in known]
-    if foreign or not named:
+        return of_session
+    chosen_optimizers = listed(optimizers)
+    foreign = [_kind_of(optimizer) for optimizer in chosen_optimizers if optimizer not in of_session]
+    if foreign or not chosen_optimizers:
         raise PolicyError(
             "the optimizer is not the session's" if foreign else "optimizers are named, and there is none",
             where=some_of(foreign),
             write="one that MixedPrecision(models, optimizers, policy) was given; all of them when omitted",
         )
-    return named
+    return chosen_optimizers
 
 
 def check_loss(loss: Any) -> None:

@@ -99,7 +99,7 @@ def test_a_verdict(interpreted, launched, scale, max_norm):
         tensors = [torch.tensor(norms), *numbers]
         found = compute(verdict.judge_numbers, given, tensors)
         same(found, verdict.judge_numbers(*given, *tensors))
-    assert launched == ["decided"] * len(NORMS)
+    assert launched == ["judge_numbers"] * len(NORMS)
 
 
 @pytest.mark.parametrize("inner, losses", [([False], [1.0, math.inf]), ([True], [1.0, math.inf])])
@@ -169,7 +169,7 @@ def test_what_cannot_be_written_goes_by_torch_s_operations(interpreted, launched
     ):
         said = f"no Triton for {what} of torch {torch.__version__}\n"
         with pytest.raises(NoKernel, match=re.escape(said)):
-            programs.written(function, (), [(tensor.dtype, tensor.dim())])
+            programs.spelled_function(function, (), [(tensor.dtype, tensor.dim())])
         caplog.clear()
         for _ in range(2):
             compute = programs.Shared()

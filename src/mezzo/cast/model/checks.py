@@ -177,8 +177,8 @@ def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
     for rule in rules:
         for cls, parts in _ATOMIC.items():
             inside = sorted(set(rule.ops) & parts)
-            every = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
-            paths = [path for path, module in every if _names_any(rule, module, path)]
+            candidates = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
+            paths = [path for path, module in candidates if _names_any(rule, module, path)]
             if inside and paths:
                 yield (
                     f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
@@ -298,11 +298,11 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    every: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
-    narrowed = {t: dtype for t, dtype in every.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
+    new_dtypes: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
+    narrowed = {t: dtype for t, dtype in new_dtypes.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
-    converted = [t for t in every if isinstance(t, nn.Parameter)]
+    converted = [t for t in new_dtypes if isinstance(t, nn.Parameter)]
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()) and converted:
         yield StateError(
             f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",

@@ -217,13 +217,13 @@ def _memory(model: nn.Module, policy: Policy) -> Memory | None:
         for name, param in module._parameters.items():
             if param is None or param.dim() < 2:
                 continue
-            whole = f"{path}.{name}" if path else name
-            rule = product_rule(whole, policy)
+            full_path = f"{path}.{name}" if path else name
+            rule = product_rule(full_path, policy)
             quantised = {*([rule.treatment] if rule else by_module)} & {*QUANTISED}
             recipes = [recipe_of(policy, treatment) for treatment in quantised]
             remembers |= any(recipe.remembers for recipe in recipes)
             if any(recipe.delayed for recipe in recipes):
-                weights[whole] = module, name
+                weights[full_path] = module, name
     return Memory(weights, policy) if remembers else None
 
 

@@ -332,15 +332,15 @@ def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
     if not any(rule.treatment in QUANTISED for rule in policy.rules):
         return policy
     layers = [path for path, module in model.named_modules() if path and any(p.dim() > 1 for p in own_params(module))]
-    ends = {layers[-1]: "last", layers[0]: "first"} if layers else {}
+    end_layers = {layers[-1]: "last", layers[0]: "first"} if layers else {}
     rules = []
-    for layer, end in ends.items():
+    for layer, position in end_layers.items():
         names = [name for name, _ in model.get_submodule(layer).named_parameters(layer, recurse=False)]
         by_param = [rule for name in names if (rule := policy.product_rule(name)) is not None]
         deciding = {op: policy.explain(op, layer).rule for op in QUANTISABLE}
         rules_asking_low = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
         if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in rules_asking_low):
-            why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
+            why = f"the {position} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
             low_ops = [op for op, rule in deciding.items() if by_param or rule in rules_asking_low]
             rules += [Rule("low", op=op, module=exact(layer), reason=why) for op in low_ops]
     selectors = {rule.selector for rule in policy.rules}
