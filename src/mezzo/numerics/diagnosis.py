@@ -220,10 +220,8 @@ def not_finite(run: RunFacts) -> Alert | None:
         category, where, is_fp16 = "gradients", gradient_text(first), FP16.name in (run.dtype, first.dtype)
     why, write = _CAUSES[category, is_fp16]
     if is_mask:  # nothing to write: a mask needs no cure
-        why, write = (
-            "Later tensors are finite all the same: these infinities may be an attention mask's, and meant.",
-            "",
-        )
+        why = "Later tensors are finite all the same: these infinities may be an attention mask's, and meant."
+        write = ""
     scaled = run.scaled(LossScale.dynamic(), "Its loss scale skips steps whose gradients are not finite.")
     cures = {"weights": run.cure_fp32_weights, "activations": run.cure_bf16, "gradients": scaled}
     num_not_finite = sum(tensor.histogram.infs + tensor.histogram.nans for tensor in tensors)

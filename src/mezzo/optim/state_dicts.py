@@ -177,9 +177,8 @@ def taken(state: Any, param: Tensor, update_rule: UpdateRule, dtype: torch.dtype
     if update_rule.name in _CORRECTED:
         _require_complete(stored_moments.keys() | count.keys(), state, rule(update_rule.name), param, "edited")
         return {**state_of_step, **count}
-    if len(stored_moments) < len(
-        moments_by_name
-    ):  # a momentum begins with the first step that finds none, as torch's does
+    # A momentum begins with the first step that finds none, as torch's does.
+    if len(stored_moments) < len(moments_by_name):
         return {}
     return {**_COUNTED, **state_of_step, **count} if stored_moments else count
 

@@ -112,9 +112,8 @@ def number_after(words: str, text: str) -> tuple[float, str] | None:
         (99.1, '%')
     """
     last = printed_last(text)
-    if last is not None and _normalised(last[0]) == _normalised(
-        words
-    ):  # "best accuracy at epoch 7" in one run, 8 in another
+    # "best accuracy at epoch 7" in one run is "best accuracy at epoch 8" in another.
+    if last is not None and _normalised(last[0]) == _normalised(words):
         return last[1], last[2]
     sought, lines = r"[\s_-]+".join(map(re.escape, words.split())), _lines(text)
     word_end = "" if re.search(r"\W$", words.strip()) else r"(?![^\W_])"

@@ -430,10 +430,8 @@ class Engine:
         """Warn if the account says so, show the step to observers, and return it."""
         if self.account.warning:
             self.account.warn()
-        for observer in (
-            *self.observers,
-            *context_observers(),
-        ):  # last of all: they may run passes of their own, and raise
+        # Last of all: they may run passes of their own, and raise.
+        for observer in (*self.observers, *context_observers()):
             observer.stepped(self, step)
         return step
 

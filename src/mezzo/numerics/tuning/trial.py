@@ -139,9 +139,8 @@ class Shadow:
                 why="policies are judged by gradients",
                 write="model.requires_grad_(True)",
             )
-        self._handle = Prepared(
-            self.model, Policy.O0(), logs_unreached_rules=False
-        )  # raises for models that cannot be prepared
+        # It raises for models that cannot be prepared.
+        self._handle = Prepared(self.model, Policy.O0(), logs_unreached_rules=False)
         if low := [name for name, param in self.params.items() if param.dtype in LOW]:
             raise PolicyError(
                 "weights that train are stored low already",
@@ -192,9 +191,8 @@ class Shadow:
         self._randoms[step].restore()
         if self._handle.policy != policy:
             self._handle.remove()
-            self._handle = Prepared(
-                self.model, policy, logs_unreached_rules=False
-            )  # trials tell, whatever their rules say
+            # Trials show what a rule does, whatever it says.
+            self._handle = Prepared(self.model, policy, logs_unreached_rules=False)
         region, batch = self._handle.autocast(), _copy_of(self.batches[step])
         if on_batch is not None:
             on_batch(batch)
