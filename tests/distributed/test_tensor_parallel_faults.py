@@ -3,6 +3,8 @@
 Each report is named by its thread.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from mezzo.sharded import local
 from .ranks import on_ranks, text_of
 from .tensor_parallel import Alone, Meshed, batch, plan_of, sgd, sparse_tokens, tokens
 from .test_fully_shard import Sharp, same, whole
-from .test_tensor_parallel import BF16, O1, signed
+from .test_tensor_parallel import BF16, FP16, O1, signed
 
 # Reports --------------------------------------------------------------------------------------------------
 
@@ -143,6 +145,8 @@ REPORTS = {
     "one in FP32": (lambda make: trained(make), f"{BF16},fp32_param=blocks.0.feed.up.weight", tokens),
     "clipped": (clipped, O1, tokens),
     "twice in a step": (lambda make: sharp(make), BF16, tokens),
+    "O3": (lambda make: trained(make), "O3,dtype=float16,emulate=false", tokens),
+    "kept gathered": (lambda make: trained(lambda: make(shards={"reshard_after_forward": False})), FP16, tokens),
     "tied": (lambda make: trained(make), BF16, tied),
     "checkpoints": (lambda make: trained(make), BF16, lambda: tokens(checkpoints=True)),
 }
@@ -192,6 +196,20 @@ def verdicts():
         step = meshed.amp.step()
         results[where] = bool(step.skipped), float(step.next_scale), same(before, whole(meshed.model))
     return results
+
+
+def exchanges():
+    """What a step exchanges: of each call the operation, how many numbers, and among how many ranks."""
+    meshed, calls, plain = Meshed(O1, loss=True, max_grad_norm=1.0), [], dist.all_reduce
+
+    def counting(numbers, op, group):
+        calls.append((str(op), numbers.numel(), group.size()))
+        return plain(numbers, op=op, group=group)
+
+    meshed.backward(0)
+    with patch.object(dist, "all_reduce", counting):
+        meshed.amp.step()
+    return calls, len([*meshed.model.parameters()])
 
 
 def penalties():
@@ -272,6 +290,7 @@ def everything():
         "outputs": outputs,
         "reports": reports(),
         "verdicts": verdicts(),
+        "exchanges": exchanges(),
         "penalties": penalties(),
         "refusals": refusals(),
     }
@@ -310,6 +329,14 @@ def test_what_one_rank_finds_in_any_part_decides_for_all(of_four):
     for rank in of_four:
         scales = {"a loss": 65536.0, "a copy": 32768.0, "a shard": 32768.0}
         assert rank["verdicts"] == {where: (True, scale, []) for where, scale in scales.items()}
+
+
+def test_a_step_exchanges_one_vector_of_norms_along_each_dim_and_one_of_flags(of_four):
+    for calls, count in (rank["exchanges"] for rank in of_four):
+        (*norms, flags) = calls
+        assert flags == ("RedOpType.MAX", 4, 4)
+        assert [(op, size) for op, _, size in norms] == [("RedOpType.SUM", 2)] * 2
+        assert max(numbers for _, numbers, _ in norms) <= count
 
 
 def test_gradients_inside_of_losses_lie_as_logits_do(of_four):
