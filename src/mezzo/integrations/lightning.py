@@ -264,7 +264,7 @@ class MezzoPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, for a checkpoint of the Trainer's; after a run that of its end."""
         # Also while gradients wait for a step.
-        return self._saved if self.session is None else save(engine_of(self.session), self.policy, in_window=True)
+        return self._saved if self.session is None else save(engine_of(self.session), in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the session's state of a checkpoint of the Trainer's."""

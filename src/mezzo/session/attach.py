@@ -365,7 +365,7 @@ class AttachedPrecision(MixedPrecision):
     # State ------------------------------------------------------------------------------------------------
 
     def _carry(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
+        state_dict[CARRIED] = state_tree.save(self._engine, in_window=True)
 
     def resume(self, carried: Mapping[str, Any] | None) -> None:
         """Load the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.

@@ -103,16 +103,16 @@ class MixedPrecision:
     ) -> None:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
         subjects, optimizer_list = models_and_optimizers(models, optimizers)
-        trained, handles, self._policy = handles_of(subjects, policy)
-        check_session(trained, optimizer_list, self._policy)
+        trained, handles, chosen_policy = handles_of(subjects, policy)
+        check_session(trained, optimizer_list, chosen_policy)
         ranks = Ranks.of(process_group)
         self._is_closed = False
         self._undo = contextlib.ExitStack()
-        self._weights = Weights(trained, optimizer_list, self._policy, handles)
+        self._weights = Weights(trained, optimizer_list, chosen_policy, handles)
         self._weights.convert()
         self._undo.callback(self._weights.undo)
         try:
-            scaler = Scaler(self._policy.loss_scale, next(self._weights.updated()).device, shared)
+            scaler = Scaler(chosen_policy.loss_scale, next(self._weights.updated()).device, shared)
             self._engine = Engine(self._weights, scaler, ranks, max_grad_norm, plain=self._plain)
             for undo in (
                 *self._engine.watch(optimizer_list),
@@ -172,7 +172,7 @@ class MixedPrecision:
     @property
     def policy(self) -> Policy:
         """The policy."""
-        return self._policy
+        return self._weights.policy
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -387,7 +387,7 @@ class MixedPrecision:
         **Cost**: a host sync.
         """
         self._require_open("state_dict")
-        return state_tree.save(self._engine, self.policy)
+        return state_tree.save(self._engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or another system's scaler; those of model and optimizer in any order.
@@ -396,12 +396,12 @@ class MixedPrecision:
             StateError: The state of another model, or none at all; nothing was loaded. Or inside a window.
         """
         self._require_open("load_state_dict")
-        state_tree.load(self._engine, self.policy, state_dict)
+        state_tree.load(self._engine, state_dict)
 
     def stateful(self) -> Stateful:
         """Return model, optimizers and session as one value for ``torch.distributed.checkpoint``: see there."""
         self._require_open("stateful")
-        return Stateful(self._engine, self.policy)
+        return Stateful(self._engine)
 
     def close(self) -> None:
         """Undo the preparation: FP32 weights, no bit of which is lost, and the optimizers as they were built."""
