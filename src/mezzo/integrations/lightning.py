@@ -16,6 +16,7 @@ from mezzo.cast import Prepared, autocast, prepare
 from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
+from mezzo.interrupts import uninterrupted
 from mezzo.patches import Binding
 from mezzo.policy import Policy, PolicyLike
 from mezzo.session.attach import AttachedPrecision
@@ -158,6 +159,22 @@ class MezzoPrecision(Precision):
     def _begin(self, session_class: type[AttachedPrecision], optimizers: list[Optimizer]) -> None:
         self.session = session_class(list(self._converted), optimizers, self.policy, **self._options)
         self._num_skipped = None
+
+    def change(self, policy: PolicyLike) -> None:
+        """Go on under another policy, between two steps: see :meth:`mezzo.MixedPrecision.change`.
+
+        Raises:
+            StateError: There is no session; or as there.
+            MezzoError: As there. Whatever is raised, the former policy is in force.
+        """
+        session = self._open()
+        with uninterrupted():
+            try:
+                session.change(policy)
+            finally:
+                self.policy = session.policy
+                if self._calls is not None:
+                    self._calls.change(self.policy)
 
     def teardown(self) -> None:
         """End the session, and give models their FP32 weights back; the Trainer asks for it after each run."""

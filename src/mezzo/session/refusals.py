@@ -140,11 +140,13 @@ class _Subject:
         optimizer: The optimizer.
         policy: The session's policy.
         names: The names of the models' parameters.
+        dtypes: The dtypes that these are going to have, where the session has the optimizer already; else ``None``.
     """
 
     optimizer: Optimizer
     policy: Policy
     names: dict[Tensor, str]
+    dtypes: Mapping[Tensor, torch.dtype] | None = None
 
     @property
     def class_name(self) -> str:
@@ -168,15 +170,21 @@ def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: 
         raise_together(unfit(model))
 
 
-def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
-    """Raise all that stands against optimizers that join a session.
+def check_optimizers(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    policy: Policy,
+    dtypes: Mapping[Tensor, torch.dtype] | None = None,
+) -> None:
+    """Raise all that stands against optimizers that join a session, or go on under another policy.
 
     Args:
         models: The session's.
-        optimizers: The new ones.
+        optimizers: The new ones; or the session's own.
         policy: The policy.
+        dtypes: Where they are the session's own: the dtypes that parameters are going to have under the policy.
     """
-    raise_together(_of_optimizers(models, optimizers, policy))
+    raise_together(_of_optimizers(models, optimizers, policy, dtypes))
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
@@ -199,12 +207,17 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
         )
 
 
-def _of_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> Iterator[MezzoError]:
+def _of_optimizers(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    policy: Policy,
+    dtypes: Mapping[Tensor, torch.dtype] | None = None,
+) -> Iterator[MezzoError]:
     if len(set(optimizers)) < len(optimizers):
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
     names = _names(models)
     for optimizer in optimizers:
-        subject = _Subject(optimizer, policy, names)
+        subject = _Subject(optimizer, policy, names, dtypes)
         for refuse in _REFUSALS:
             if (problem := refuse(subject)) is not None:
                 yield problem
@@ -233,7 +246,9 @@ def _is_on_meta(subject: _Subject) -> MezzoError | None:
 
 def _is_taken(subject: _Subject) -> MezzoError | None:
     hooks = step_hooks(subject.optimizer)
-    if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
+    if subject.dtypes is not None or not any(
+        is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks
+    ):
         return None
     return StateError(
         "the optimizer belongs to a session already",
@@ -290,7 +305,9 @@ def _trains_low_alone(subject: _Subject) -> MezzoError | None:
     low_params = [
         param
         for param in subject.params
-        if param.dtype in LOW and param.requires_grad and not _is_ruled(subject.names[param], subject.policy)
+        if (subject.dtypes or {}).get(param, param.dtype) in LOW
+        and param.requires_grad
+        and not _is_ruled(subject.names[param], subject.policy)
     ]
     if not low_params:
         return None
@@ -316,7 +333,7 @@ def _holds_state(subject: _Subject) -> MezzoError | None:
     cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
     if one_pass_optimizer is not None:  # whose moments keep their own dtype
         return None
-    held_state = _held_state(subject.optimizer, subject.names)
+    held_state = _held_state(subject.optimizer, subject.names, subject.dtypes)
     if not held_state:
         return None
     return StateError(
@@ -327,20 +344,32 @@ def _holds_state(subject: _Subject) -> MezzoError | None:
     )
 
 
-def _held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]:
+def _held_state(
+    optimizer: Optimizer, params: Mapping[Tensor, str], dtypes: Mapping[Tensor, torch.dtype] | None
+) -> list[str]:
     """Name the parameters for which an optimizer holds floating state of the parameter's shape, and at least its dtype.
 
     Args:
         optimizer: The optimizer.
         params: The names of the parameters in question.
+        dtypes: Where only state of another dtype than a parameter is going to have counts: these dtypes.
     """
+
+    def counts(param: Tensor, dtype: torch.dtype) -> bool:
+        if dtypes is not None:
+            return dtypes.get(param) in LOW and dtype != dtypes[param]
+        return param.dtype not in LOW or dtype == torch.float32
+
     return [
         name
         for param, name in params.items()
         if any(
-            isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape == param.shape
+            and value.dim() > 0
+            and counts(param, value.dtype)
             for value in optimizer.state.get(param, {}).values()
-            if param.dtype not in LOW or getattr(value, "dtype", None) == torch.float32
         )
     ]
 

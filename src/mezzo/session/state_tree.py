@@ -126,7 +126,7 @@ def load_checked(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.ranks.is_behind = False
     named = dict(engine.weights.named_params())
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
-        numbers = _within(state["loss_scale"], policy.loss_scale)
+        numbers = within(state["loss_scale"], policy.loss_scale)
         engine.scaler.hold(ScaleState.checked(numbers, engine.device), in_graph=False)
         engine.inner_scales.load(state["inner_scales"], engine.device)
     remembered = state["products"]
@@ -137,8 +137,13 @@ def load_checked(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.account.load_state_dict(state["stats"], float(engine.scaler.state.scale))
 
 
-def _within(saved: Mapping[str, Any], now: LossScale) -> dict[str, Any]:
-    """Return a saved scale within the bounds of this session's rules."""
+def within(saved: Mapping[str, Any], now: LossScale) -> dict[str, Any]:
+    """Return the state of a dynamic loss scale within the bounds of other rules.
+
+    Args:
+        saved: The state, in numbers.
+        now: The rules.
+    """
     highest = saved["scale"] if now.ceiling is None else min(saved["scale"], now.ceiling)
     return {**saved, "scale": float(max(highest, now.floor)), "budget": min(saved["budget"], now.hysteresis)}
 

@@ -136,6 +136,7 @@ class Prepared:
         model: The model.
         in_session: Whether a session has the model, and is not closed yet.
         devices: The devices of its tensors, which its regions cover.
+        plan: How the policy is carried out.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
@@ -143,7 +144,8 @@ class Prepared:
         self.model, self.in_session, self._is_removed = model, False, False
         sharded.reshard(sharded.units(model))
         self.devices = Devices(model)
-        self._plan = Preparation.of(model, policy, self.devices, waits=waits)
+        self.plan = Preparation.of(model, policy, self.devices, waits=waits)
+        self._draws = torch.zeros((), dtype=torch.int64)  # of products below sixteen bits, under former policies
         self._before: dict[Tensor, Tensor] = {}  # what O3 has rounded, until nothing can fail any more
         self._dtypes: dict[Tensor, torch.dtype] = {}  # that tensors go back to
         self._dtypes_at: dict[str, torch.dtype] = {}  # and those that took their places: model.to() makes new buffers
@@ -171,22 +173,22 @@ class Prepared:
     @property
     def policy(self) -> Policy:
         """The policy that is carried out: with what the model's classes add to it."""
-        return self._plan.policy
+        return self.plan.policy
 
     @property
     def asked(self) -> Policy:
         """The policy, as it was given."""
-        return self._plan.asked
+        return self.plan.asked
 
     @property
     def params(self) -> RuledParams:
         """The parameters that rules speak about."""
-        return self._plan.params
+        return self.plan.params
 
     # Carrying out -----------------------------------------------------------------------------------------
 
     def _store(self) -> None:
-        names, storage = {param: name for name, param in self.model.named_parameters()}, self._plan.storage
+        names, storage = {param: name for name, param in self.model.named_parameters()}, self.plan.storage
         self._dtypes.update({param: param.dtype for param in storage.halves if param.dtype in LOW})
         store(storage.halves, names)
         for tensor, dtype in storage.plain.items():
@@ -210,12 +212,12 @@ class Prepared:
         policy, model, self._with = self.policy, self.model, None
         self._halves = {}
         for name, param in model.named_parameters():
-            if param in self._plan.storage.halves:
-                self._halves[name] = self._plan.storage.halves[param]
+            if param in self.plan.storage.halves:
+                self._halves[name] = self.plan.storage.halves[param]
         self._entered.callback(hide_storage(model, is_low=policy.param_dtype in LOW))
         if policy.casts:
             self._entered.callback(keep_dtypes(self))
-        for module, within in self._plan.regions:
+        for module, within in self.plan.regions:
             within.begin(module)
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
             self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
@@ -230,18 +232,18 @@ class Prepared:
         self._entered.close()
         for hook in self._hooks:
             hook.remove()
-        for _, within in self._plan.regions:
+        for _, within in self.plan.regions:
             within.end()
         self._forget_compiled()
         self._hooks.clear()
 
     def _forget_compiled(self) -> None:
-        if self._hooks or self._plan.regions or self._plan.storage.halves:
+        if self._hooks or self.plan.regions or self.plan.storage.halves:
             forget_compiled()
 
     def _taking_in(self) -> Iterator[tuple[nn.Module, torch.dtype]]:
         """Yield the modules of an O3 model that cast their inputs, each with the dtype of what it computes with."""
-        paths, plain = region_paths(self.model, self.policy), self._plan.storage.plain
+        paths, plain = region_paths(self.model, self.policy), self.plan.storage.plain
         for path, module in called(self.model):
             rule = self.policy.module_rule(path)
             stored = {plain[param] for param in owned(module) if param in plain}
@@ -270,10 +272,10 @@ class Prepared:
         **Cost**: a pass over each tensor that is stored otherwise from now on. Those that lose bits are kept until
         ``undo`` is dropped.
         """
-        before, dtypes = self._plan, (self._dtypes, self._dtypes_at)
+        before, dtypes = self.plan, (self._dtypes, self._dtypes_at)
 
         def go_back() -> None:
-            self._plan, (self._dtypes, self._dtypes_at) = before, dtypes
+            self.plan, (self._dtypes, self._dtypes_at) = before, dtypes
             self._enter()
 
         came_as = self.came_as()
@@ -283,11 +285,24 @@ class Prepared:
         store_as(plan.storage, self.model, undo)
         undo.callback(self._leave)
         sharded.refresh(self.model)
-        self._plan = plan
+        self.plan = plan
         others = [(it, path) for it, path, _ in stored_tensors(self.model) if it.dtype != came_as[it]]
         self._dtypes = {} if plan.policy.halves else {tensor: came_as[tensor] for tensor, _ in others}
         self._dtypes_at = {} if plan.policy.halves else {path: came_as[tensor] for tensor, path in others}
         self._enter()
+
+    def remember(self, before: Preparation) -> None:
+        """Go on with what products below sixteen bits have remembered under the plan before.
+
+        Histories go on where they are as long, and random draws: no noise comes twice.
+        """
+        memory, now = before.params.memory, self.params.memory
+        if memory is not None:
+            self._draws = memory.draws
+        if now is not None:
+            is_alike = memory is not None and memory.history.shape[-1] == now.history.shape[-1]
+            histories = {id(weight): history for weight, history in memory.histories()} if is_alike else {}
+            now.load(histories, int(self._draws))
 
     @compiled_inside_alone
     def autocast(self, *others: Prepared) -> autocast:
@@ -365,14 +380,14 @@ class Prepared:
         self._is_removed = True
         self._undo.close()
         self._leave()
-        if self._plan.storage.halves:
+        if self.plan.storage.halves:
             restore(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
             restore_data(tensor, self._before.get(tensor, tensor.data).to(dtype))
         for tensor, path, _ in stored_tensors(self.model):
             if tensor not in self._dtypes and tensor.dtype != (dtype := self._dtypes_at.get(path, tensor.dtype)):
                 restore_data(tensor, tensor.data.to(dtype))
-        if self._plan.storage.halves or self._dtypes:
+        if self.plan.storage.halves or self._dtypes:
             sharded.refresh(self.model)
         self._dtypes.clear()
         self._dtypes_at.clear()

@@ -1,0 +1,216 @@
+"""A session under another policy, between two of its steps: all of it, or nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo import sharded
+from mezzo.backward import runs_backward
+from mezzo.cast.mode import acting_modes
+from mezzo.cast.model.checks import Stored, is_alone, kept, lost_by
+from mezzo.cast.model.prepare import Preparation
+from mezzo.compiling import forget_compiled
+from mezzo.errors import StateError, message, raise_together, some_of
+from mezzo.interrupts import uninterrupted
+from mezzo.optim.optimizer import one_pass
+from mezzo.policy import Policy
+from mezzo.scale import LossScale
+from mezzo.scale.state import ScaleState
+from mezzo.session.engine import Engine
+from mezzo.session.inner import InnerScales
+from mezzo.session.refusals import check_optimizers
+from mezzo.session.state_tree import within
+from mezzo.session.weights import widen_states
+from mezzo.step.executors.choose import shared
+from mezzo.tensors import LOW
+from mezzo.weights.models import Form, of_halves
+
+
+def change(engine: Engine, policy: Policy) -> None:
+    """Carry out another policy on a session from the next pass on: see :meth:`mezzo.MixedPrecision.change`.
+
+    Args:
+        engine: The session's.
+        policy: The policy.
+
+    Raises:
+        MezzoError: See there. The former policy is in force.
+    """
+    require_now(engine)
+    weights = engine.weights
+    if policy == weights.policy:
+        return
+    sharded.reshard(weights.units)
+    came_as: dict[Tensor, torch.dtype] = {}
+    for prepared in weights.prepared:
+        came_as = prepared.came_as() | came_as  # of two that share a tensor the first knows
+    plans = [Preparation.of(it.model, policy, it.devices, came_as=came_as) for it in weights.prepared]
+    staying = [tensor for plan in plans for tensor in _beside_wrappers(engine, plan.storage)]
+    dtypes = {tensor: torch.float32 for plan in plans for tensor in plan.storage.halves}
+    for plan in plans:
+        dtypes |= plan.storage.plain  # type: ignore[arg-type]
+    check_optimizers(weights.models, weights.optimizers, policy, dtypes)
+    pairs = list(zip(weights.prepared, plans, strict=True))
+    for prepared, plan in pairs:
+        raise_together(lost_by(prepared.model, plan.storage))
+    before = [prepared.plan for prepared in weights.prepared]
+    with uninterrupted():
+        with _without_gradients(engine), ExitStack() as undo:
+            undo.callback(engine.plan_anew)
+            for prepared, plan in pairs:
+                prepared.change(plan, undo)
+            for prepared, earlier in zip(weights.prepared, before, strict=True):
+                prepared.remember(earlier)
+            _tell(engine, policy, undo)
+            _carry_scale(engine, policy.loss_scale, undo)
+            engine.plan_anew()
+            undo.pop_all()
+        engine.changes += 1
+        if not engine.plan.is_driven:
+            engine.clear()
+        torch.clear_autocast_cache()
+        forget_compiled()
+        for prepared, plan in pairs:
+            plan.params.find_gathered(prepared.model)
+    if staying:
+        text = message(
+            "weights stay stored as they were beside DistributedDataParallel",
+            where=f"change() to {policy}: {some_of(list(map(weights.name_of, staying)))}",
+            why="it knows the parameters as they are; what is computed is the same, and so is the memory",
+            write="the level of the whole run before DistributedDataParallel(model), where memory matters",
+        )
+        warnings.warn(text, stacklevel=4)
+
+
+def require_now(engine: Engine) -> None:
+    """Refuse to change what is under way.
+
+    Raises:
+        StateError: An accumulation window is open; a region, a pass, a step or a captured step is under way; or an
+            earlier update was ended half-way.
+    """
+    engine.writes.require_whole()
+    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
+    if passes or (engine.plan.units and sharded.has_unreduced(engine.plan.units)):
+        raise StateError(
+            "change() inside an accumulation window",
+            where=f"after {passes} backward pass(es) since the last step",
+            why="its gradients were made under the former policy",
+            write="amp.step() or amp.zero_grad() first",
+        )
+    kinds = {kind for prepared in engine.weights.prepared for kind in prepared.devices.kinds()}
+    inside = (
+        "a captured step" if engine.is_captured
+        else "a step" if engine.writes.is_stepping
+        else "a backward pass" if runs_backward()
+        else "a region" if acting_modes() or any(map(torch.is_autocast_enabled, kinds))
+        else ""
+    )  # fmt: skip
+    if inside:
+        raise StateError(
+            f"change() inside {inside}",
+            why="what runs now has begun under the former policy",
+            write="amp.change(policy) between two steps, outside of amp.autocast()",
+        )
+
+
+def _beside_wrappers(engine: Engine, stored: Stored) -> list[Tensor]:
+    """Leave weights as they are stored where ``DistributedDataParallel`` knows them; return these.
+
+    Raises:
+        StateError: The policy computes something else with them.
+    """
+    swapped = [
+        tensor
+        for tensor, form in stored.moves().items()
+        if isinstance(tensor, nn.Parameter) and is_alone(tensor) and not (form.in_halves and of_halves(tensor))
+    ]
+    if not swapped or not (dist.is_available() and dist.is_initialized()):
+        return []
+    models = engine.weights.models
+    is_wrapped = any(isinstance(module, DistributedDataParallel) for model in models for module in model.modules())
+    staying: list[Tensor] = [*swapped] if is_wrapped or engine.wrappers.are_there else [*kept(swapped)]
+    moves = stored.moves()
+    if low := [it for it in staying if it.dtype in LOW or not (moves[it].is_exact or moves[it].in_halves)]:
+        raise StateError(
+            "weights cannot become, or have been, 16 bits alone beside DistributedDataParallel",
+            where=some_of(list(map(engine.weights.name_of, low))),
+            why="it knows the parameters as they were",
+            write="O1 and O2 in place of O3; rules, recipes and dtype may change",
+        )
+    for tensor in staying:
+        form = Form.of(tensor)
+        stored.halves.pop(tensor, None)  # type: ignore[call-overload]
+        stored.plain.pop(tensor, None)
+        (stored.halves if form.in_halves else stored.plain)[tensor] = form.dtype  # type: ignore[index]
+    return staying
+
+
+@contextmanager
+def _without_gradients(engine: Engine) -> Iterator[None]:
+    """Take gradients off their parameters inside the block, and put them on again: the same tensors."""
+    params = {param: param.grad for model in engine.weights.models for param in model.parameters()}
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, gradient in params.items():
+            if gradient is not None and gradient.dtype != param.dtype:
+                if param.dtype not in LOW and engine.plan.is_driven:
+                    gradient = gradient.to(param.dtype)
+                else:
+                    param.grad_dtype = None  # as after a pass, so that any dtype may be assigned
+            param.grad = gradient
+
+
+def _tell(engine: Engine, policy: Policy, undo: ExitStack) -> None:
+    """Tell optimizers, and all who ask for it, of the policy."""
+    weights = engine.weights
+    undo.callback(setattr, weights, "policy", weights.policy)
+    undo.callback(setattr, weights, "are_low", weights.are_low)
+    if weights.are_low and policy.param_dtype not in LOW:
+        states = [state for optimizer in weights.optimizers for state in optimizer.state.values()]
+        for state in states:
+            undo.callback(_put_back, state, dict(state))
+        widen_states(weights.optimizers)
+    weights.policy, weights.are_low = policy, policy.param_dtype in LOW
+    for optimizer in one_pass(weights.optimizers):
+        undo.callback(setattr, optimizer, "rounds", optimizer.rounds)
+        optimizer.rounds = weights.are_low
+
+
+def _put_back(state: dict[str, object], before: dict[str, object]) -> None:
+    state.clear()
+    state.update(before)
+
+
+def _carry_scale(engine: Engine, config: LossScale, undo: ExitStack) -> None:
+    """Go on with a dynamic scale within the bounds of other rules; begin anew where there was none, or is none."""
+    scaler, goes_on = engine.scaler, engine.scaler.config.mode == config.mode == "dynamic"
+    if scaler.config == config:
+        return
+    scaler.leave()
+    engine.update()
+    rows = engine.inner_scales.rows() if goes_on else []
+    undo.callback(engine.account.reconfigure, scaler.config, float(scaler.state.scale))
+    undo.callback(setattr, engine, "inner_scales", engine.inner_scales)
+    undo.callback(scaler.hold, scaler.state, in_graph=False)
+    undo.callback(setattr, scaler, "config", scaler.config)
+    scaler.reconfigure(config)
+    if goes_on:
+        numbers = scaler.state_dict()
+        if (bounded := within(numbers, config)) != numbers:
+            scaler.hold(ScaleState.checked(bounded, engine.device), in_graph=False)
+    else:
+        scaler.hold(config.start(engine.device), in_graph=False)
+    engine.inner_scales = InnerScales(shared, config.interval)
+    engine.inner_scales.load(rows, engine.device)
+    engine.account.reconfigure(config, float(scaler.state.scale))
