@@ -161,7 +161,7 @@ class MezzoPrecision(Precision):
         self._num_skipped = None
 
     def change(self, policy: PolicyLike) -> None:
-        """Go on under another policy, between two steps: see :meth:`mezzo.MixedPrecision.change`.
+        """Change the policy, between two steps: see :meth:`mezzo.MixedPrecision.change`.
 
         Raises:
             StateError: There is no session; or as there.

@@ -368,7 +368,7 @@ class AttachedPrecision(MixedPrecision):
 
     @never_compiled
     def change(self, policy: PolicyLike) -> None:
-        """Go on under another policy from the next forward pass on: see :meth:`MixedPrecision.change`.
+        """Change the policy from the next forward pass on: see :meth:`MixedPrecision.change`.
 
         Gradients that are there stay: they are plain.
         """

@@ -97,20 +97,12 @@ def require_now(engine: Engine) -> None:
             earlier update was ended half-way.
     """
     engine.writes.require_whole()
-    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
-    if passes or (engine.plan.units and sharded.has_unreduced(engine.plan.units)):
-        raise StateError(
-            "change() inside an accumulation window",
-            where=f"after {passes} backward pass(es) since the last step",
-            why="its gradients were made under the former policy",
-            write="amp.step() or amp.zero_grad() first",
-        )
-    kinds = {kind for prepared in engine.weights.prepared for kind in prepared.devices.kinds()}
+    device_types = {it for prepared in engine.weights.prepared for it in prepared.devices.kinds()}
     inside = (
         "a captured step" if engine.is_captured
         else "a step" if engine.writes.is_stepping
         else "a backward pass" if runs_backward()
-        else "a region" if acting_modes() or any(map(torch.is_autocast_enabled, kinds))
+        else "a region" if acting_modes() or any(map(torch.is_autocast_enabled, device_types))
         else ""
     )  # fmt: skip
     if inside:
@@ -118,6 +110,14 @@ def require_now(engine: Engine) -> None:
             f"change() inside {inside}",
             why="what runs now has begun under the former policy",
             write="amp.change(policy) between two steps, outside of amp.autocast()",
+        )
+    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
+    if passes or (engine.plan.units and sharded.has_unreduced(engine.plan.units)):
+        raise StateError(
+            "change() inside an accumulation window",
+            where=f"after {passes} backward pass(es) since the last step",
+            why="its gradients were made under the former policy",
+            write="amp.step() or amp.zero_grad() first",
         )
 
 
@@ -138,10 +138,10 @@ def _beside_wrappers(engine: Engine, stored: Stored) -> list[Tensor]:
     is_wrapped = any(isinstance(module, DistributedDataParallel) for model in models for module in model.modules())
     staying: list[Tensor] = [*swapped] if is_wrapped or engine.wrappers.are_there else [*kept(swapped)]
     moves = stored.moves()
-    if low := [it for it in staying if it.dtype in LOW or not (moves[it].is_exact or moves[it].in_halves)]:
+    if in_16_bits := [it for it in staying if it.dtype in LOW or not (moves[it].is_exact or moves[it].in_halves)]:
         raise StateError(
             "weights cannot become, or have been, 16 bits alone beside DistributedDataParallel",
-            where=some_of(list(map(engine.weights.name_of, low))),
+            where=some_of(list(map(engine.weights.name_of, in_16_bits))),
             why="it knows the parameters as they were",
             write="O1 and O2 in place of O3; rules, recipes and dtype may change",
         )
@@ -155,7 +155,7 @@ def _beside_wrappers(engine: Engine, stored: Stored) -> list[Tensor]:
 
 @contextmanager
 def _without_gradients(engine: Engine) -> Iterator[None]:
-    """Take gradients off their parameters inside the block, and put them on again: the same tensors."""
+    """Remove gradients from their parameters inside the block; after it they are there again, the same tensors."""
     params = {param: param.grad for model in engine.weights.models for param in model.parameters()}
     for param in params:
         param.grad = None
@@ -172,7 +172,7 @@ def _without_gradients(engine: Engine) -> Iterator[None]:
 
 
 def _tell(engine: Engine, policy: Policy, undo: ExitStack) -> None:
-    """Tell optimizers, and all who ask for it, of the policy."""
+    """Set the policy for all who ask for it, and for optimizers."""
     weights = engine.weights
     undo.callback(setattr, weights, "policy", weights.policy)
     undo.callback(setattr, weights, "are_low", weights.are_low)
@@ -193,7 +193,7 @@ def _put_back(state: dict[str, object], before: dict[str, object]) -> None:
 
 
 def _carry_scale(engine: Engine, config: LossScale, undo: ExitStack) -> None:
-    """Go on with a dynamic scale within the bounds of other rules; begin anew where there was none, or is none."""
+    """Keep a dynamic scale within the bounds of other rules; begin anew where there was none, or is none."""
     scaler, goes_on = engine.scaler, engine.scaler.config.mode == config.mode == "dynamic"
     if scaler.config == config:
         return

@@ -155,7 +155,7 @@ class MixedPrecision:
             self._names.callback(Binding.join(owner, name, weakref.ref(self), call))
 
     def _bind_retaining(self) -> None:
-        """Have ``retain_grad`` return gradients without the scale, where they carry one."""
+        """Bind ``retain_grad``, which returns gradients without the scale, where they carry one."""
         if self._engine.scaler.changes_gradients and not self._retains:
             self._retains = True
             self._names.callback(Binding.join(Tensor, "retain_grad", weakref.ref(self), retaining))
@@ -386,7 +386,7 @@ class MixedPrecision:
 
     @never_compiled
     def change(self, policy: PolicyLike) -> None:
-        """Go on under another policy from the next forward pass on: level, dtype, rules, recipes, loss scale.
+        """Change the policy from the next forward pass on: level, dtype, rules, recipes, loss scale.
 
         Weights keep their FP32 values, bit for bit (halves in FP16: within 2⁻⁴⁰ below 2⁻¹⁶; O3 rounds). Models,
         parameters, optimizers and schedulers stay the same objects; moments, counts and random generators stay as they

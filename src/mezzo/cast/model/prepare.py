@@ -208,7 +208,7 @@ class Prepared:
             self._dtypes_at.clear()
 
     def _enter(self) -> None:
-        """Put the model's modules under the policy."""
+        """Carry the policy out on the model's modules."""
         policy, model, self._with = self.policy, self.model, None
         self._halves = {}
         for name, param in model.named_parameters():
@@ -228,7 +228,7 @@ class Prepared:
         self._forget_compiled()
 
     def _leave(self) -> None:
-        """Take the model's modules out from under the policy."""
+        """Undo what :meth:`_enter` did."""
         self._entered.close()
         for hook in self._hooks:
             hook.remove()
@@ -286,13 +286,13 @@ class Prepared:
         undo.callback(self._leave)
         sharded.refresh(self.model)
         self.plan = plan
-        others = [(it, path) for it, path, _ in stored_tensors(self.model) if it.dtype != came_as[it]]
-        self._dtypes = {} if plan.policy.halves else {tensor: came_as[tensor] for tensor, _ in others}
-        self._dtypes_at = {} if plan.policy.halves else {path: came_as[tensor] for tensor, path in others}
+        lowered = [(it, path) for it, path, _ in stored_tensors(self.model) if it.dtype != came_as[it]]
+        self._dtypes = {} if plan.policy.halves else {tensor: came_as[tensor] for tensor, _ in lowered}
+        self._dtypes_at = {} if plan.policy.halves else {path: came_as[tensor] for tensor, path in lowered}
         self._enter()
 
     def remember(self, before: Preparation) -> None:
-        """Go on with what products below sixteen bits have remembered under the plan before.
+        """Load what products below sixteen bits have remembered under the plan before.
 
         Histories go on where they are as long, and random draws: no noise comes twice.
         """
