@@ -64,6 +64,11 @@ class Form(NamedTuple):
         return cls(own_values.hi.dtype, True) if isinstance(own_values, Halves) else cls(tensor.dtype, False)
 
     @property
+    def is_wide(self) -> bool:
+        """Whether it is FP32 to its readers."""
+        return self.in_halves or self.dtype == torch.float32
+
+    @property
     def is_exact(self) -> bool:
         """Whether it holds each bit of FP32 values."""
         return self.dtype == torch.float32 or (self.in_halves and self.dtype == torch.bfloat16)
