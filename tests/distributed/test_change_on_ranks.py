@@ -89,7 +89,7 @@ STAYS = "weights stay stored as they were beside DistributedDataParallel"
 
 
 @pytest.mark.parametrize(
-    "wrapping, before, after, told",
+    "wrapping, before, after, warned",
     [
         ("wrapped", O1, "O1,bf16,emulate=true,fp32_module=0", []),
         ("wrapped", HALVES, FP16, []),
@@ -102,11 +102,11 @@ STAYS = "weights stay stored as they were beside DistributedDataParallel"
         ("sharded", HALVES, "O2,bf16,emulate=true,nvfp4_module=*", []),
     ],
 )
-def test_a_run_goes_on_as_one_that_begins_there(wrapping, before, after, told):
+def test_a_run_goes_on_as_one_that_begins_there(wrapping, before, after, warned):
     (one, first, here), (two, second, there) = on_ranks(2, rehearsed, wrapping, before, after)
     assert (one, two) == (True, True)
     assert torch.equal(here, there)
-    assert first == second == told
+    assert first == second == warned
 
 
 def attempted(amp, how):
