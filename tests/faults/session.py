@@ -442,7 +442,7 @@ FAULTS = (
          "tests/session/test_state.py::test_a_state_of_before_with_remainders_loads_whose_values_are_the_models",
          "a run of the release before could not go on"),
         ("state: a saved scale passes this session's bounds",
-         'numbers = _within(state["loss_scale"], policy.loss_scale)', 'numbers = state["loss_scale"]',
+         'numbers = within(state["loss_scale"], policy.loss_scale)', 'numbers = state["loss_scale"]',
          "tests/session/test_scale.py::test_a_saved_scale_stays_within_this_sessions_bounds_and_extremes_begin_again_with_another",
          "a scale beyond the ceiling would overflow at every step until it has fallen"),
         ("state: a repaired session stays broken", '    engine.writes.broken = ""\n', "",
