@@ -161,7 +161,7 @@ RULES = (
 )
 
 
-@pytest.mark.parametrize("before, after", itertools.pairwise((*RULES, *RULES[::-2], RULES[1])))
+@pytest.mark.parametrize("before, after", [*itertools.pairwise((*RULES, *RULES[::-2], RULES[1]))])
 def test_rules_and_recipes_change(before, after):
     model, made = built("mezzo", wide())
     amp = MixedPrecision(model, made, before)
