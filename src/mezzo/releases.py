@@ -154,6 +154,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.distributed.tensor.DTensor._spec": "give a shard another dtype",
     },
     "distributed/exchange.py": {
+        "torch.distributed.distributed_c10d._get_default_store": "have ranks agree where one may not call",
         "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "find the wrapper that reduces gradients",
         "torch.nn.parallel.DistributedDataParallel.require_backward_grad_sync": "tell whether a wrapper will reduce",
     },

@@ -138,8 +138,14 @@ class RuledParams:
     memory: Memory | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, policy: Policy) -> RuledParams:
-        """Find the tensors of a model whose rule no module's rule covers."""
+    def of(cls, model: nn.Module, policy: Policy, *, gathers: bool = True) -> RuledParams:
+        """Find the tensors of a model whose rule no module's rule covers.
+
+        Args:
+            model: The model.
+            policy: The policy.
+            gathers: Whether :meth:`find_gathered` is called, in which every rank takes part.
+        """
         deciding = [
             (tensor, module, path.rpartition(".")[2], policy.storage(path, path.rpartition(".")[0])[1])
             for tensor, path, module in stored_tensors(model)
@@ -156,7 +162,8 @@ class RuledParams:
         named = [(owner, path, product_rule(path, policy)) for path, owner in factors]
         ruled_places += [(owner, path.rpartition(".")[2], rule.treatment) for owner, path, rule in named if rule]
         params = cls(tuple(ruled_places), memory=_memory(model, policy))
-        params.find_gathered(model)
+        if gathers:
+            params.find_gathered(model)
         return params
 
     def __len__(self) -> int:
