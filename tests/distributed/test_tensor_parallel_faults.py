@@ -267,6 +267,18 @@ def wrapped(policy):
         wrapper(batch(0)[0])
 
 
+def changed():
+    """Return what O2 makes of a run that O1 began, and what a change says that tensor parallelism does not go with."""
+    meshed, plain = Meshed(O1, loss=True), Meshed(O1, loss=True)
+    for session in (meshed, plain):
+        session.step(0)
+    meshed.amp.change(BF16)
+    for session in (meshed, plain):
+        session.step(1)
+    text = text_of(lambda: meshed.amp.change("O1,bf16,fp8_module=*"))
+    return same(whole(meshed.model), whole(plain.model)), text, str(meshed.amp.policy)
+
+
 def refusals():
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"].get_group()
     texts = {
@@ -275,6 +287,8 @@ def refusals():
         for shards in (False, True)
     }
     texts["wrapper"] = text_of(lambda: wrapped(O1))
+    texts["located"] = text_of(lambda: Meshed(O1, shape=(1, 4), make=sparse_tokens, on_overflow="locate"))
+    texts["changed"] = changed()
     texts["group"] = text_of(lambda: Meshed(O1, process_group=own))
     text = texts["products", True, "O1,bf16,fp8_module=*"]
     stays_low = text.partition("or low=")[2].partition(" before")[0]
@@ -353,4 +367,9 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused(of_four):
                 assert "up.weight, down.weight" in text
         assert "DistributedDataParallel around parameters that tensor parallelism has cut" in texts["wrapper"]
         assert "sharded over ranks that are not in the session's process group" in texts["group"]
+        assert "tensor parallelism has cut cannot be located in the run" in texts["located"]
+        different, text, policy = texts["changed"]
+        assert different == []
+        assert "products below sixteen bits of weights that tensor parallelism has cut" in text
+        assert policy == str(mezzo.Policy.of(BF16))
         assert texts["cured"][0] == pytest.approx(texts["cured"][1], rel=1e-5)
