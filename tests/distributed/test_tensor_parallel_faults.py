@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo.numerics import Recorder
 from mezzo.sharded import local
 
 from .ranks import on_ranks, text_of
@@ -212,6 +213,15 @@ def exchanges():
     return calls, len([*meshed.model.parameters()])
 
 
+def recorded(meshed):
+    """Return what a recorder counts of parameters and their gradients in a step, by path."""
+    kinds = "weights", "weight_gradients"
+    with Recorder(meshed.model, meshed.optimizer, every=1, kinds=kinds) as recorder:
+        meshed.step(0)
+    (step,) = recorder.evidence.steps
+    return {(tensor.kind, tensor.module, tensor.name): str(tensor.histogram) for tensor in step.tensors}
+
+
 def penalties():
     """Gradients inside of a loss, of logits that lie in parts, under a loss scale."""
     meshed = Meshed(
@@ -305,6 +315,7 @@ def everything():
         "reports": reports(),
         "verdicts": verdicts(),
         "exchanges": exchanges(),
+        "recorded": [recorded(Meshed("O0", shape=shape, make=sparse_tokens)) for shape in ((1, 4), (2, 2))],
         "penalties": penalties(),
         "refusals": refusals(),
     }
@@ -351,6 +362,13 @@ def test_a_step_exchanges_one_vector_of_norms_along_each_dim_and_one_of_flags(of
         assert flags == ("RedOpType.MAX", 4, 4)
         assert [(op, size) for op, _, size in norms] == [("RedOpType.SUM", 2)] * 2
         assert max(numbers for _, numbers, _ in norms) <= count
+
+
+def test_recorders_count_each_number_of_a_parameter_once(of_four):
+    expected = recorded(Alone("O0", make=sparse_tokens))
+    assert len(expected) == 16
+    for counts in (counts for rank in of_four for counts in rank["recorded"]):
+        assert counts == expected
 
 
 def test_gradients_inside_of_losses_lie_as_logits_do(of_four):
