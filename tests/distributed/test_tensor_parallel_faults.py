@@ -213,13 +213,22 @@ def exchanges():
     return calls, len([*meshed.model.parameters()])
 
 
-def recorded(meshed):
-    """Return what a recorder counts of parameters and their gradients in a step, by path."""
-    kinds = "weights", "weight_gradients"
+def recorded(meshed, has_session=True):
+    """Return what a recorder counts of parameters, their gradients and what the hidden units give, by path."""
+    if not has_session:
+        meshed.amp.close()
+    kinds = "weights", "weight_gradients", "activations"
     with Recorder(meshed.model, meshed.optimizer, every=1, kinds=kinds) as recorder:
-        meshed.step(0)
+        if has_session:
+            meshed.step(0)
+        else:
+            index, labels = map(meshed.part, batch(0))
+            functional.cross_entropy(meshed.model(index).flatten(0, -2), labels.flatten()).backward()
+            meshed.optimizer.step()
+            recorder.step()
     (step,) = recorder.evidence.steps
-    return {(tensor.kind, tensor.module, tensor.name): str(tensor.histogram) for tensor in step.tensors}
+    counts = {(tensor.kind, tensor.module, tensor.name): str(tensor.histogram) for tensor in step.tensors}
+    return {key: text for key, text in counts.items() if key[0] != "activations" or key[1].endswith(".up")}
 
 
 def penalties():
@@ -315,7 +324,10 @@ def everything():
         "reports": reports(),
         "verdicts": verdicts(),
         "exchanges": exchanges(),
-        "recorded": [recorded(Meshed("O0", shape=shape, make=sparse_tokens)) for shape in ((1, 4), (2, 2))],
+        "recorded": [
+            recorded(Meshed("O0", shape=shape, make=sparse_tokens), has_session=has_session)
+            for shape, has_session in (((1, 4), True), ((2, 2), True), ((2, 2), False))
+        ],
         "penalties": penalties(),
         "refusals": refusals(),
     }
@@ -364,9 +376,9 @@ def test_a_step_exchanges_one_vector_of_norms_along_each_dim_and_one_of_flags(of
         assert max(numbers for _, numbers, _ in norms) <= count
 
 
-def test_recorders_count_each_number_of_a_parameter_once(of_four):
+def test_recorders_count_each_number_of_what_is_cut_once(of_four):
     expected = recorded(Alone("O0", make=sparse_tokens))
-    assert len(expected) == 16
+    assert len(expected) == 17
     for counts in (counts for rank in of_four for counts in rank["recorded"]):
         assert counts == expected
 

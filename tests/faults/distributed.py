@@ -154,7 +154,7 @@ FAULTS = (
     *in_file("numerics/subject.py",
         ("tensor parallelism: a recorder has its own rank's parts alone",
          "any(map(is_distributed, self.model.parameters()))", "False",
-         "tests/distributed/test_tensor_parallel_faults.py::test_recorders_count_each_number_of_a_parameter_once",
-         "it would count a part of each weight"),
+         "tests/distributed/test_tensor_parallel_faults.py::test_recorders_count_each_number_of_what_is_cut_once",
+         "it would count a part of what hidden units give"),
     ),
 )
