@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -229,7 +230,9 @@ class Prepared:
         self._entered.callback(hide_storage(model, is_low=policy.param_dtype in LOW))
         if policy.casts:
             self._entered.callback(keep_dtypes(self))
-        tables = [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
+        tables: list[Any] = []
+        for module in model.modules():
+            tables += module._forward_pre_hooks, module._forward_hooks
         later_hooks = [[number for number in table if number > self._first_hook] for table in tables]
         for module, within in self.plan.regions:
             within.begin(module)
