@@ -22,15 +22,19 @@ from mezzo.optim.groups import (
     changes_nothing,
     check_arguments,
     check_group,
+    frozen,
     named,
     ordered,
+    rate_dtype,
     wrong_weights,
 )
 from mezzo.optim.planned import Cohort, Count, PreparedStep, Ready, StepInputs, UpdatePlan
 from mezzo.optim.state_dicts import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, shared
+from mezzo.step.executors.whole import WholeUpdate
 from mezzo.step.gradients import clear_to_zeros
+from mezzo.step.matrix import NATIVE, Products
 from mezzo.step.moments import name_of_codes, zeros
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
@@ -57,6 +61,8 @@ _PARAMS: Final = itemgetter("params")
 _NUMBER: Final = attrgetter("count.number")
 _RULE: Final = attrgetter("rule")
 _GRADIENT: Final = attrgetter("grad")
+#: The options of each rule, by its name.
+_SWITCHES: Final = {name: tuple(sorted(update_rule.options)) for name, update_rule in RULES.items()}
 
 
 class OnePassOptimizer(Optimizer):
@@ -103,7 +109,6 @@ class OnePassOptimizer(Optimizer):
     def _start(self) -> None:
         """Set the attributes of an optimizer that has not planned a step."""
         self._plan: UpdatePlan | None = None
-        self._switches = tuple(sorted(RULES[self._rule].options))
         self._counts: dict[int, Count] = {}  # those of which states have views, by the id of the memory
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._prepared: PreparedStep | None = None
@@ -113,7 +118,22 @@ class OnePassOptimizer(Optimizer):
 
     def rule_of(self, group: Group) -> UpdateRule:
         """Return a group's update rule."""
-        return rule(self._rule, *(option for option in self._switches if group[option]))
+        name = self.rule_name(group)
+        return rule(name, *(option for option in _SWITCHES[name] if group[option]))
+
+    def rule_name(self, group: Mapping[str, Any]) -> str:
+        """Return the name of a group's update rule."""
+        return self._rule
+
+    def settings_of(self, group: Group) -> tuple[Any, ...]:
+        """Return what a plan, and a captured step, has frozen of a group: its rule, and what that reads on the host."""
+        update_rule = self.rule_of(group)
+        settings = [frozen(group[name]) for name in update_rule.settings]
+        return (update_rule, *settings, *([rate_dtype(group)] if update_rule.is_whole else []))
+
+    def products_on(self, device: torch.device) -> Products:
+        """Return how a rule of whole matrices multiplies on a device."""
+        return NATIVE
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
@@ -283,9 +303,7 @@ class OnePassOptimizer(Optimizer):
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
         return StepInputs(
-            options=[
-                (len(g["params"]), g["state_dtype"], *map(bool, map(g.__getitem__, self._switches))) for g in groups
-            ],
+            options=[(len(g["params"]), g["state_dtype"], *self.settings_of(g)) for g in groups],
             params=every,
             have_gradients=have,
             gradients=gradients,
@@ -373,6 +391,7 @@ class OnePassOptimizer(Optimizer):
             key = param.dtype, halves and halves[0].dtype, seeded
             counted_alike.setdefault((param.device, which, type(count)), {}).setdefault(key, []).append(index)
         keys = keys_of(update_rule, dtype)
+        settings = {name: frozen(group[name]) for name in update_rule.settings}
         for alike in counted_alike.values():
             members = [index for indices in alike.values() for index in indices]
             device, states = params[members[0]].device, [taken_of_each[index][0] for index in members]
@@ -392,8 +411,13 @@ class OnePassOptimizer(Optimizer):
                     states=[kept_of(taken_of_each[index][0], keys) for index in indices],
                     # Copies of a shard are rounded alike at random, and two shards are not.
                     seed=number + (number_of_shard(together[0]) << 16),
+                    params=together if update_rule.is_whole else (),
+                    settings=settings,
+                    rate_dtype=rate_dtype(group),
+                    products=self.products_on(device) if update_rule.is_whole else NATIVE,
                 )
-                update, is_sharded = executor_for(device).update_of(bucket), any(map(is_distributed, together))
+                update_of = WholeUpdate if update_rule.is_whole else executor_for(device).update_of
+                update, is_sharded = update_of(bucket), any(map(is_distributed, together))
                 cohort.ready.append(Ready(together, [first + index for index in indices], update, is_sharded))
             yield cohort
 
@@ -446,7 +470,7 @@ class OnePassOptimizer(Optimizer):
         for hook in before:
             replaced = hook(self, loaded)
             loaded = loaded if replaced is None else replaced
-        check_state(loaded, self._rule)
+        check_state(loaded, [*map(self.rule_name, self.param_groups)])
         state, groups = restored(loaded, self.param_groups, self.rule_of)
         # torch's own: that of this class would forget what a session has set.
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
