@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mezzo
-from mezzo import optim
+from mezzo import PolicyError, StateError, UnsupportedError, optim
 from mezzo.optim import optimizer as optimizer_module
 from mezzo.step.executors.whole import WholeUpdate
 from mezzo.step.matrix import EMULATED, NATIVE, RATIOS, orthogonal
+from mezzo.step.moments import decode
 from mezzo.weights.stepping import in_memory
 
 from .halved import halved
@@ -280,3 +282,296 @@ def test_where_the_flag_stays_on_the_device_steps_are_the_same_up_to_the_last_ro
         run([param], optimizer, gradients([(16, 24)], 1))
         runs.append(param.detach().clone())
     assert (runs[0] - runs[1]).abs().max() <= 2**-22
+
+
+# Momentum in 16 and 8 bits ---------------------------------------------------------------------------------------
+
+
+def momentum_of(state):
+    """Return a momentum in FP32, and how far a value that is rounded at random may be from its own."""
+    if "momentum_buffer_codes" in state:
+        codes, scales = state["momentum_buffer_codes"], state["momentum_buffer_scale"]
+        value = decode(codes, scales)
+        return value, (value.abs() + 2.0**-7 * value.abs().amax()) / 15
+    return state["momentum_buffer"].float(), state["momentum_buffer"].float().abs() * 2.0**-7
+
+
+@pytest.mark.parametrize("shape, layout", [((9, 33), "rows"), ((20, 7), "columns"), ((1, 5), "rows")])
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_small_momentum_takes_torch_s_steps_and_is_rounded_behind_them(shape, layout, state_dtype, dtype):
+    """Each step is torch's from the momentum as it was read; what is kept of the new one is a neighbour of torch's."""
+    one, _ = pair(normal(*shape), layout)
+    mine = optim.Muon([one], lr=0.02, state_dtype=state_dtype)
+    halved([one], dtype)
+    for step in gradients([shape], 6):
+        other = nn.Parameter(laid(one.detach(), layout))
+        theirs = torch.optim.Muon([other], lr=0.02)
+        if mine.state:
+            theirs.state[other]["momentum_buffer"] = laid(momentum_of(mine.state[one])[0], layout)
+        step = [laid(step[0], layout)]
+        run([one], mine, [step])
+        run([other], theirs, [step])
+        kept, spacing = momentum_of(mine.state[one])
+        assert torch.equal(one, other)
+        assert ((kept - theirs.state[other]["momentum_buffer"]).abs() <= spacing).all()
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
+def test_a_small_momentum_is_rounded_at_random_without_a_bias_and_alike_in_copies(state_dtype):
+    params = [nn.Parameter(torch.ones(2, 16)) for _ in range(600)]
+    optimizer = optim.Muon(params, state_dtype=state_dtype, ns_steps=0, momentum=0.5)
+    copied = copy.deepcopy(optimizer)
+    others = copied.param_groups[0]["params"]
+    gradient = normal(2, 16)
+    run(params, optimizer, [[gradient] * 600])
+    run(others, copied, [[gradient] * 600])
+    rows = [[momentum_of(state) for state in one.state.values()] for one in (optimizer, copied)]
+    kept = torch.stack([value for value, _ in rows[0]])
+    assert torch.equal(kept, torch.stack([value for value, _ in rows[1]]))
+    assert (kept != kept[0]).any()
+    spacing = torch.stack([spacing for _, spacing in rows[0]]).amax(0)
+    assert ((kept.mean(0) - gradient / 2).abs() <= 5 * spacing / 2 / math.sqrt(600)).all()
+
+
+# State dicts ------------------------------------------------------------------------------------------------------
+
+
+def test_state_goes_to_torch_and_back_in_mid_run():
+    one, other = pair(normal(20, 33))
+    first, second = optim.Muon([one], lr=0.02, nesterov=False), torch.optim.Muon([other], lr=0.02, nesterov=False)
+    per_step = gradients([(20, 33)], 9)
+    for start in range(0, 9, 3):
+        run([one], first, per_step[start : start + 3])
+        run([other], second, per_step[start : start + 3])
+        assert torch.equal(one, other)
+        states = first.state_dict(), second.state_dict()
+        first, second = type(second)([one], lr=0.5), type(first)([other], lr=0.5)
+        first.load_state_dict(states[0])
+        second.load_state_dict(states[1])
+    assert {"lr": 0.02, "nesterov": False}.items() <= first.param_groups[0].items()
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_resuming_is_bit_exact(state_dtype, dtype, tmp_path):
+    shapes = [(8, 40), (5,), (33, 4)]
+    params, others = ([nn.Parameter(normal(*shape, seed=seed)) for shape in shapes] for seed in (0, 1))
+    optimizer, resumed = (
+        optim.Muon(ps, lr=0.02, adamw={"lr": 0.01}, state_dtype=state_dtype) for ps in (params, others)
+    )
+    halved(params, dtype)
+    halved(others, dtype)
+    per_step = gradients(shapes, 8)
+    run(params, optimizer, per_step[:4], dtype)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    with torch.no_grad():
+        for param, other in zip(params, others, strict=True):
+            other.copy_(param)
+    run(params, optimizer, per_step[4:], dtype)
+    run(others, resumed, per_step[4:], dtype)
+    assert all(map(torch.equal, params, others))
+
+
+def test_an_assigned_momentum_is_the_one_that_steps_go_on_with():
+    one, other = pair(normal(6, 9))
+    mine, theirs = optim.Muon([one]), torch.optim.Muon([other])
+    per_step = gradients([(6, 9)], 4)
+    for param, optimizer in ((one, mine), (other, theirs)):
+        run([param], optimizer, per_step[:2])
+        optimizer.state[param]["momentum_buffer"] = torch.ones(9, 6).T * 0.1
+        run([param], optimizer, per_step[2:3])
+        optimizer.state[param]["momentum_buffer"].zero_()
+        run([param], optimizer, per_step[3:])
+    assert_same(mine, theirs)
+
+
+def adamw_state(params):
+    optimizer = optim.AdamW(params)
+    run(params, optimizer, gradients([tuple(param.shape) for param in params], 1))
+    return optimizer.state_dict()
+
+
+def muon_state(params):
+    optimizer = torch.optim.Muon(params)
+    run(params, optimizer, gradients([tuple(param.shape) for param in params], 1))
+    return optimizer.state_dict()
+
+
+def mixed_state(params):
+    optimizer = optim.Muon([{"params": params[:1], "adamw": True}, {"params": params[1:]}])
+    run(params, optimizer, gradients([tuple(param.shape) for param in params], 1))
+    return optimizer.state_dict()
+
+
+WRONG_STATES = {
+    "AdamW's": (adamw_state, lambda ps: optim.Muon(ps),
+                r"the saved state of group 0 is AdamW's", r"state\[0\] has exp_avg, exp_avg_sq"),
+    "Muon's": (muon_state, lambda ps: optim.Muon([{"params": ps, "adamw": True}]),
+               r"the saved state of group 0 is not AdamW's", r"state\[0\] has momentum_buffer"),
+    "exchanged": (mixed_state, lambda ps: optim.Muon([{"params": ps[:1]}, {"params": ps[1:], "adamw": True}]),
+                  r"the saved state of group 0 is AdamW's", r"is updated by Muon"),
+    "another shape": (lambda ps: muon_state([nn.Parameter(torch.ones(3, 3)) for _ in ps]), lambda ps: optim.Muon(ps),
+                      r"momentum_buffer belongs to another parameter", r"\(3, 3\) → \(4, 4\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_a_state_of_another_form_is_named_and_nothing_is_loaded(name):
+    save, make, *patterns = WRONG_STATES[name]
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    saved, optimizer = save([nn.Parameter(torch.ones(4, 4)) for _ in range(2)]), make(params)
+    run(params, optimizer, gradients([(4, 4)] * 2, 1))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.raises(StateError) as raised:
+        optimizer.load_state_dict(saved)
+    assert all(re.search(pattern, str(raised.value)) for pattern in patterns), raised.value
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+
+
+# AdamW beside it --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_two_rules_in_one_optimizer_are_two_optimizers(dtype, state_dtype):
+    """torch's Muon would be the oracle of matrices, mezzo's AdamW is that of the rest: a small momentum is mezzo's."""
+    shapes = [(12, 20), (20,), (9, 4), (4, 3, 2)]
+    ones, others = ([nn.Parameter(normal(*shape)) for shape in shapes] for _ in range(2))
+    options = {"lr": 3e-3, "betas": (0.8, 0.99), "amsgrad": True}
+    both = optim.Muon(ones, lr=0.02, adamw=options, state_dtype=state_dtype)
+    muon = optim.Muon(others[::2], lr=0.02, state_dtype=state_dtype)
+    # The number of a group is among the keys of its random rounding.
+    adamw = optim.AdamW([{"params": []}, {"params": others[1::2]}], **options, state_dtype=state_dtype)
+    halved(ones, dtype)
+    halved(others, dtype)
+    for step in gradients(shapes, 5):
+        run(ones, both, [step])
+        run(others[::2], muon, [step[::2]])
+        run(others[1::2], adamw, [step[1::2]])
+    assert all(map(torch.equal, ones, others))
+    assert {*both.state[ones[1]]} == {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"}
+
+
+def test_a_group_of_adamw_has_adamw_s_defaults():
+    vector, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))
+    optimizer = optim.Muon([{"params": [matrix]}, {"params": [vector], "adamw": True, "lr": 0.5}], lr=0.02, eps=1e-3)
+    values = {"lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": False}
+    assert values.items() <= optimizer.param_groups[1].items()
+    optimizer.add_param_group({"params": nn.Parameter(torch.ones(2)), "adamw": True})
+    assert optimizer.param_groups[2]["lr"] == 1e-3
+    assert [*optimizer.matrices()] == [matrix]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 4), nn.Linear(4, 11, bias=False)
+        self.attention, self.norm = nn.Linear(4, 12), nn.LayerNorm(4)
+        self.head.weight = self.embed.weight
+        self.proj = nn.Linear(12, 4)
+
+
+MODELS = {
+    "GPT, tied": (Tied, ["attention.weight"]),
+    "LLaMA": (
+        lambda: nn.ModuleDict({"embed": nn.Embedding(11, 4), "up": nn.Linear(4, 8, bias=False),
+                               "down": nn.Linear(8, 4, bias=False), "norm": nn.RMSNorm(4),
+                               "head": nn.Linear(4, 11, bias=False)}),
+        ["up.weight", "down.weight"],
+    ),
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 2)),
+                     ["2.weight"]),
+    "nothing hidden": (lambda: nn.Linear(4, 2), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_which_parameters_are_matrices_of_hidden_layers(name):
+    make, names = MODELS[name]
+    model = make()
+    *hidden, rest = optim.matrices_of(model, lr=3e-4, betas=(0.9, 0.95))
+    parameters = dict(model.named_parameters())
+    assert [n for group in hidden for n, p in parameters.items() if any(p is q for q in group["params"])] == names
+    assert {id(p) for group in (*hidden, rest) for p in group["params"]} == {*map(id, parameters.values())}
+    assert {name: value for name, value in rest.items() if name != "params"} == {
+        "adamw": True, "lr": 3e-4, "betas": (0.9, 0.95)
+    }  # fmt: skip
+    optim.Muon([*hidden, rest])
+
+
+# What bad input gets ----------------------------------------------------------------------------------------------
+
+VECTOR, MATRIX = torch.ones(64), torch.ones(4, 4)
+REFUSALS = [
+    (lambda: optim.Muon([VECTOR]), "Muon updates matrices", r"where  group 0: a parameter \(64,\)", "matrices_of"),
+    (
+        lambda: optim.Muon([MATRIX, torch.ones(2, 3, 4), torch.tensor(1.0)]),
+        r"a parameter \(2, 3, 4\), a parameter \(\)",
+    ),
+    (lambda: optim.Muon(nn.LayerNorm(64).named_parameters()), r"group 0: weight \(64,\), bias \(64,\)"),
+    (lambda: optim.Muon([{"params": [MATRIX]}, {"params": [VECTOR]}]), r"group 1: a parameter \(64,\)"),
+    (lambda: optim.Muon([MATRIX]).add_param_group({"params": VECTOR}), r"a parameter \(64,\)", "adamw"),
+    (lambda: optim.Muon([MATRIX, VECTOR], adamw={"beta": 1}), "AdamW has no option 'beta'", "did you mean 'betas'"),
+    (lambda: optim.matrices_of(nn.Linear(2, 2), rate=1), "AdamW has no option 'rate'"),
+    (lambda: optim.Muon([MATRIX, VECTOR], adamw={"lr": -1.0}), "lr is -1.0"),
+    (lambda: optim.Muon([MATRIX], ns_steps=100), "ns_steps is 100", "from 0 to 99", "ns_steps=5"),
+    (lambda: optim.Muon([MATRIX], ns_steps=2.0), "ns_steps is 2.0"),
+    (lambda: optim.Muon([MATRIX], ns_coefficients=(1.0, 2.0)), "ns_coefficients are", "three finite numbers"),
+    (lambda: optim.Muon([MATRIX], ns_coefficients=(1.0, 2.0, math.nan)), "ns_coefficients are"),
+    (lambda: optim.Muon([MATRIX], adjust_lr_fn="match_rms_adam"), "unknown adjust_lr_fn", "match_rms_adamw"),
+    (lambda: optim.Muon([MATRIX], adjust_lr_fn=3), "unknown adjust_lr_fn 3"),
+    (lambda: optim.Muon([MATRIX], momentum=-0.1), "momentum is -0.1"),
+    (lambda: optim.Muon([MATRIX], lr=torch.ones(2)), "lr is"),
+    (lambda: optim.Muon([MATRIX], eps=math.inf), "eps is inf"),
+    (lambda: optim.Muon([MATRIX], fused=True), "Muon takes no fused=True"),
+    (lambda: optim.Muon([MATRIX], maximize=True), "Muon has no argument 'maximize'"),
+    (lambda: optim.Muon([MATRIX], state_dtype="int4"), "unknown state_dtype 'int4'"),
+    (lambda: optim.Muon([nn.Parameter(MATRIX.double())]), "weights in a format that no optimizer of mezzo's updates"),
+    (lambda: optim.Muon([nn.Parameter(MATRIX.to(torch.complex64))]), "weights in a format"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_what_muon_cannot_update_is_named(number):
+    make, *patterns = REFUSALS[number]
+    with pytest.raises(PolicyError) as raised:
+        make()
+    assert all(re.search(pattern, str(raised.value)) for pattern in patterns), raised.value
+
+
+def test_torch_refuses_what_it_refuses_in_its_own_words():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        optim.Muon([])
+    with pytest.raises(TypeError, match="ordered collections"):
+        optim.Muon({MATRIX})
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        optim.Muon(["weight"])
+
+
+@pytest.mark.parametrize("name, value, pattern", [
+    ("ns_steps", 100, "ns_steps is 100"), ("ns_coefficients", (1.0,), "ns_coefficients"),
+    ("adjust_lr_fn", "some", "unknown adjust_lr_fn"), ("lr", math.nan, "lr is nan"), ("eps", -1.0, "eps is -1.0"),
+])  # fmt: skip
+def test_what_is_written_to_a_group_later_is_refused_before_a_step_writes(name, value, pattern):
+    param = nn.Parameter(MATRIX.clone())
+    optimizer = optim.Muon([param])
+    run([param], optimizer, gradients([(4, 4)], 1))
+    before = copy.deepcopy([param, optimizer.state[param]])
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(PolicyError, match=pattern):
+        run([param], optimizer, gradients([(4, 4)], 1))
+    torch.testing.assert_close([param, optimizer.state[param]], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", ["O1,bf16", "O2,fp16"])
+def test_an_embedding_among_muon_s_matrices_is_refused_by_a_session_that_knows_it(level):
+    """A tied head is named as the embedding that it is, and nothing of the model is converted."""
+    model = Tied()
+    optimizer = optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+    with pytest.raises(UnsupportedError, match=r"Muon updates an embedding\n  where  embed.weight\n") as raised:
+        mezzo.MixedPrecision(model, optimizer, f"{level},emulate=true")
+    assert "matrices_of(model" in str(raised.value)
+    assert type(model.embed.weight) is nn.Parameter
+    mezzo.MixedPrecision(model, optim.Muon(optim.matrices_of(model), lr=0.02), f"{level},emulate=true").close()

@@ -107,10 +107,6 @@ class Muon(OnePassOptimizer):
         (group,) = _grouped([param_group], None)
         super().add_param_group(group)
 
-    def matrices(self) -> Iterator[Tensor]:
-        """Yield the parameters that are updated as matrices."""
-        return (param for group in self.param_groups if not group["adamw"] for param in group["params"])
-
     def products_on(self, device: torch.device) -> Products:
         """Return how matrices are multiplied on a device: as torch does, unless that ends the process, or is wrong."""
         return NATIVE if device.type != "cpu" or is_right(torch.bfloat16, "cpu", "products") else EMULATED

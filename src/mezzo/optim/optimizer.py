@@ -125,6 +125,10 @@ class OnePassOptimizer(Optimizer):
         """Return the name of a group's update rule."""
         return self._rule
 
+    def matrices(self) -> Iterator[Tensor]:
+        """Yield the parameters whose rule is about whole matrices."""
+        return (p for group in self.param_groups if self.rule_of(group).is_whole for p in group["params"])
+
     def settings_of(self, group: Group) -> tuple[Any, ...]:
         """Return what a plan, and a captured step, has frozen of a group: its rule, and what that reads on the host."""
         update_rule = self.rule_of(group)

@@ -66,8 +66,6 @@ def check_state(state_dict: Mapping[str, Any], rule_names: Sequence[str]) -> Non
     if wrong := [problem for group, name in groups for problem in _malformed(state_dict, group, RULES[name].states)]:
         raise StateError("this is no optimizer's state", where=some_of(wrong), write=write)
     for number, (group, name) in enumerate(groups):
-        if RULES[name].is_whole or "adamw" in group:
-            _require_same_rule(state_dict, number, group, name)
         decoupled = group.get("decoupled_weight_decay")
         if not is_number(decay := group.get("weight_decay", 0.0), 0.0, math.inf):
             continue  # which every group is asked about later
@@ -316,7 +314,9 @@ def restored(
     continued: list[Group] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
     known_keys = set()
-    for mine, theirs in zip(groups, given["param_groups"], strict=True):
+    for number, (mine, theirs) in enumerate(zip(groups, given["param_groups"], strict=True)):
+        if "adamw" in mine:
+            _require_same_rule(given, number, theirs, rule_of(mine).name)
         group = {**mine, **theirs, **{name: mine[name] for name in _OWN if name in mine}}
         check_group({**group, "params": None})
         continued.append(group)

@@ -16,6 +16,7 @@ from mezzo.cast import Prepared
 from mezzo.cast.model.checks import unfit
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
 from mezzo.hooks import is_ours, owner_of, step_hooks
+from mezzo.optim.muon import embeddings
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
@@ -140,11 +141,13 @@ class _Subject:
         optimizer: The optimizer.
         policy: The session's policy.
         names: The names of the models' parameters.
+        embeddings: The parameters of the models' embeddings.
     """
 
     optimizer: Optimizer
     policy: Policy
     names: dict[Tensor, str]
+    embeddings: set[Tensor]
 
     @property
     def class_name(self) -> str:
@@ -202,9 +205,9 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
 def _of_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> Iterator[MezzoError]:
     if len(set(optimizers)) < len(optimizers):
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
-    names = _names(models)
+    names, of_embeddings = _names(models), {param for model in models for param in embeddings(model)}
     for optimizer in optimizers:
-        subject = _Subject(optimizer, policy, names)
+        subject = _Subject(optimizer, policy, names, of_embeddings)
         for refuse in _REFUSALS:
             if (problem := refuse(subject)) is not None:
                 yield problem
@@ -252,6 +255,21 @@ def _updates_others(subject: _Subject) -> MezzoError | None:
         why="casts and halves would not reach them; was the model copied, rebuilt or given to fully_shard "
         "after the optimizer?",
         write=f"{subject.class_name}(model.parameters(), …) after the model is final",
+    )
+
+
+def _makes_embeddings_orthogonal(subject: _Subject) -> MezzoError | None:
+    one_pass_optimizer = as_one_pass(subject.optimizer)
+    if one_pass_optimizer is None:
+        return None
+    tables = [subject.names[param] for param in one_pass_optimizer.matrices() if param in subject.embeddings]
+    if not tables:
+        return None
+    return UnsupportedError(
+        f"{subject.class_name} updates an embedding",
+        where=some_of(tables),
+        why="an orthogonal step moves every row, also those of tokens that no batch has had",
+        write="mezzo.optim.Muon(mezzo.optim.matrices_of(model, lr=3e-4)): AdamW for embeddings and heads tied to them",
     )
 
 
@@ -362,6 +380,7 @@ def _eps_is_zero(subject: _Subject) -> MezzoError | None:
 
 #: In the order in which they are looked at; the first that holds is said of an optimizer.
 _REFUSALS: Final[tuple[Callable[[_Subject], MezzoError | None], ...]] = (
-    _updates_nothing, _is_on_meta, _is_taken, _updates_others, _moves_nothing, _trains_low_alone,
+    _updates_nothing, _is_on_meta, _is_taken, _updates_others, _makes_embeddings_orthogonal,
+    _moves_nothing, _trains_low_alone,
     _holds_state, _eps_is_zero,
 )  # fmt: skip
