@@ -114,8 +114,11 @@ def whole_of(shard: Tensor, param: Any) -> Tensor:
 
     **Cost**: one gathering, a collective, where ``param`` is a DTensor; then all ranks call it.
     """
-    whole: Any = held_as(shard, param)
-    return whole.full_tensor() if is_distributed(whole) else shard
+    if not is_distributed(param):
+        return shard
+    whole: Any = held_as(shard.contiguous(), param)
+    gathered_whole: Tensor = whole.full_tensor()
+    return gathered_whole
 
 
 def part_of(whole: Tensor, param: Any) -> Tensor:
