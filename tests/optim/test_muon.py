@@ -1,6 +1,7 @@
 """mezzo.optim.Muon: torch's numbers bit for bit, halves, small momentum, skipped steps, AdamW beside it."""
 
 import copy
+import dataclasses
 import math
 import re
 
@@ -12,9 +13,10 @@ from torch import nn
 
 import mezzo
 from mezzo import PolicyError, StateError, UnsupportedError, optim
+from mezzo.cast.device import Claim, FormatSupport, decide
 from mezzo.optim import optimizer as optimizer_module
 from mezzo.step.executors.whole import WholeUpdate
-from mezzo.step.matrix import EMULATED, NATIVE, RATIOS, orthogonal
+from mezzo.step.matrix import EMULATED, NATIVE, RATIOS, Products, orthogonal
 from mezzo.step.moments import decode
 from mezzo.weights.stepping import in_memory
 
@@ -182,6 +184,7 @@ def test_emulated_products_round_once():
 
 def test_products_that_end_the_process_are_emulated(monkeypatch):
     monkeypatch.setattr("mezzo.optim.muon.is_right", lambda *_: False)
+    monkeypatch.setattr("mezzo.optim.muon.NATIVE", Products(refused(torch.mm), refused(torch.addmm)))
     monkeypatch.setattr(torch, "mm", refused(torch.mm))
     monkeypatch.setattr(torch, "addmm", refused(torch.addmm))
     one, other = pair(normal(20, 30))
@@ -190,6 +193,17 @@ def test_products_that_end_the_process_are_emulated(monkeypatch):
     monkeypatch.undo()
     run([other], torch.optim.Muon([other], lr=0.02), gradients([(20, 30)], 3))
     assert (one - other).abs().max() < 0.02 * 0.1
+
+
+@pytest.mark.parametrize("status, is_native", [("right", True), ("wrong", False), ("unsupported", False)])
+def test_products_are_torch_s_wherever_they_are_right_and_be_it_slowly(status, is_native, monkeypatch):
+    """A session would emulate BF16 on a processor that has nothing for it; here bits are promised, and torch's are."""
+    formats = {dtype: FormatSupport.alike(status, "", claim=Claim(words="as told")) for dtype in (FP16, BF16)}
+    report = dataclasses.replace(decide._reports["cpu"], formats=formats)
+    monkeypatch.setitem(decide._reports, "cpu", report)
+    optimizer = optim.Muon([nn.Parameter(torch.ones(2, 2))])
+    assert optimizer.products_on(torch.device("cpu")) is (NATIVE if is_native else EMULATED)
+    assert optimizer.products_on(torch.device("meta")) is NATIVE
 
 
 def refused(function):
