@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
@@ -137,31 +137,40 @@ MODELS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to train: its policy, or torch.amp; and the optimizer."""
+    """A way to train: its policy, or torch.amp; and what makes the optimizer of a model."""
 
     policy: str | None
-    optimizer: Callable[..., Optimizer]
+    optimizer: Callable[[nn.Module], Optimizer]
 
 
-def _coded(params: Any) -> Optimizer:
-    return mezzo.optim.AdamW(params, state_dtype="int8")
+def _adamw(net: nn.Module) -> Optimizer:
+    return mezzo.optim.AdamW(net.parameters())
 
 
-def _fused(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, fused=True)
+def _coded(net: nn.Module) -> Optimizer:
+    return mezzo.optim.AdamW(net.parameters(), state_dtype="int8")
 
 
-def _foreach(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, foreach=True)
+def _muon(net: nn.Module) -> Optimizer:
+    return mezzo.optim.Muon(mezzo.optim.matrices_of(net), state_dtype="int8")
+
+
+def _fused(net: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(net.parameters(), fused=True)
+
+
+def _foreach(net: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(net.parameters(), foreach=True)
 
 
 WAYS: Final[Mapping[str, Way]] = MappingProxyType(
     {
         "torch.amp": Way(None, _fused),
-        "O1": Way("O1,bf16", mezzo.optim.AdamW),
+        "O1": Way("O1,bf16", _adamw),
         "O2, torch's AdamW": Way("O2,bf16", _foreach),
-        "O2": Way("O2,bf16", mezzo.optim.AdamW),
+        "O2": Way("O2,bf16", _adamw),
         "O2, int8 moments": Way("O2,bf16", _coded),
+        "O2, Muon, int8 moments": Way("O2,bf16", _muon),
     }
 )
 
@@ -204,7 +213,7 @@ def counted(model: Model, entries: Mapping[str, int], name: str) -> Row:
     torch.manual_seed(0)
     net = model.build(**entries)
     inputs, targets = model.inputs(entries.get("vocabulary", entries.get("classes", 0)))
-    optimizer = way.optimizer(net.parameters())
+    optimizer = way.optimizer(net)
     decoded: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: decoded.append(_decoded(net)))
     amp = None if way.policy is None else mezzo.MixedPrecision(net, optimizer, way.policy)

@@ -138,7 +138,7 @@ def kept() -> str:
         more = [f"+{row[name] / 2**20:.0f}" if row[name] else "" for name in ("casts", "step")]
         cells = [f"{row['model']}, {row['way']}", *numbers, f"{row['kept'] / row['num_parameters']:.3g}", *more]
         lines.append(f"| {' | '.join(cells)} |")
-    about = "Counted on the tensors of two steps in BF16 with AdamW, and not measured: no GPU, no clock"
+    about = "Counted on the tensors of two BF16 steps of AdamW, or Muon and AdamW, and not measured: no GPU, no clock"
     return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/memory.py`)."])
 
 
