@@ -138,8 +138,8 @@ def test_whatever_a_program_changes_between_steps_counts_from_the_next_one():
 def test_schedules_and_parameters_that_miss_steps_are_torch_s():
     shapes = [(8, 8), (3, 20)]
     ones, others = zip(*(pair(normal(*shape)) for shape in shapes), strict=True)
-    for params, kind in ((ones, optim.Muon), (others, torch.optim.Muon)):
-        optimizer = kind([{"params": [params[0]], "lr": 0.1}, {"params": [params[1]]}])
+    for params, make in ((ones, optim.Muon), (others, torch.optim.Muon)):
+        optimizer = make([{"params": [params[0]], "lr": 0.1}, {"params": [params[1]]}])
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         for number, step in enumerate(gradients(shapes, 4)):
             params[0].grad, params[1].grad = step[0], step[1] if number % 2 else None
