@@ -5,11 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo import optim
-from mezzo.sharded import local
+from mezzo.sharded import local, placed
 from mezzo.tensors import tensors
 from mezzo.weights import Halves
 from mezzo.weights.models import store
@@ -156,6 +157,28 @@ def session(policy, mesh=None, state_dtype="float32"):
 POLICIES = ("O0", "O1,bf16,emulate=true", "O2,bf16,emulate=true")
 
 
+def over_two_axes():
+    """Matrices that tensor parallelism has cut, each part cut again by ``fully_shard``, in two orders of the cuts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 64, bias=False))
+    values = [normal(layer.weight.shape, seed) for seed, layer in enumerate(model)]
+    others = [nn.Parameter(value.clone()) for value in values]
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    mezzo.fully_shard(model, "O2,bf16,emulate=true", mesh=mesh["data"])
+    sharded = [layer.weight for layer in model]
+    with torch.no_grad():
+        for param, value in zip(sharded, values, strict=True):
+            param.copy_(placed(value, param))
+    optimizer, other = optim.Muon(sharded, lr=0.02), torch.optim.Muon(others, lr=0.02)
+    for step in range(3):
+        for seed, (param, theirs) in enumerate(zip(sharded, others, strict=True)):
+            theirs.grad = normal(theirs.shape, 100 * step + seed)
+            param.grad = placed(theirs.grad, param)
+        optimizer.step()
+        other.step()
+    return max(distances(sharded, others, optimizer, other)), [str(param.placements) for param in sharded]
+
+
 def of_two_ranks():
     mesh = init_device_mesh("cpu", (2,))
     layouts = [[Shard(0)], [Replicate()]]
@@ -177,6 +200,7 @@ def of_four_ranks():
         "layouts": updates(mesh, layouts, [(64, 128), (128, 256)], BF16),
         "sessions": {policy: session(policy, mesh) for policy in POLICIES[::2]},
         "copies": session(POLICIES[2], mesh, "int8"),
+        "two axes": over_two_axes(),
     }
 
 
@@ -196,6 +220,13 @@ def test_shards_of_whole_vectors_are_torch_s_bit_for_bit(of_two, of_four):
             assert set(result[name].values()) == {0.0}, (name, result[name])
     for result in of_four:
         assert set(result["layouts"].values()) == {0.0}, result["layouts"]
+
+
+def test_parts_of_tensor_parallelism_that_are_cut_again_are_torch_s_bit_for_bit(of_four):
+    for result in of_four:
+        farthest, placements = result["two axes"]
+        assert farthest == 0.0, placements
+        assert "Strided" in placements[0]
 
 
 def test_other_shards_are_so_up_to_the_roundings_of_sixteen_bits(of_two):
