@@ -198,7 +198,7 @@ def test_products_that_end_the_process_are_emulated(monkeypatch):
 @pytest.mark.parametrize("status, is_native", [("right", True), ("wrong", False), ("unsupported", False)])
 def test_products_are_torch_s_wherever_they_are_right_and_be_it_slowly(status, is_native, monkeypatch):
     """A session would emulate BF16 on a processor that has nothing for it; here bits are promised, and torch's are."""
-    formats = {dtype: FormatSupport.alike(status, "", claim=Claim(words="as told")) for dtype in (FP16, BF16)}
+    formats = {dtype: FormatSupport.same_for_all(status, "", claim=Claim(words="as told")) for dtype in (FP16, BF16)}
     report = dataclasses.replace(decide._reports["cpu"], formats=formats)
     monkeypatch.setitem(decide._reports, "cpu", report)
     optimizer = optim.Muon([nn.Parameter(torch.ones(2, 2))])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mezzo.cast.device import is_right
 from mezzo.errors import PolicyError, nearest, raise_together, some_of
 from mezzo.optim.classes import AdamW, StateDtype
-from mezzo.optim.groups import Group, ordered
+from mezzo.optim.groups import Group, require_ordered
 from mezzo.optim.optimizer import OnePassOptimizer, Params
 from mezzo.step.matrix import EMULATED, NATIVE, Products
 
@@ -155,14 +155,14 @@ def _grouped(params: Any, adamw: Mapping[str, Any] | None) -> list[Group]:
         TypeError: A set of parameters, as torch says it.
     """
     raise_together(list(_unknown(adamw or {})))
-    entries = [params] if isinstance(params, Tensor) else list(ordered(params))
+    entries = [params] if isinstance(params, Tensor) else list(require_ordered(params))
     if not entries:
         return []
     groups = [dict(entry) for entry in entries] if isinstance(entries[0], dict) else [{"params": entries}]
     sorted_groups, rest, refused = list[Group](), list[Any](), list[str]()
     for number, group in enumerate(groups):
         members = group.get("params", ())
-        group["params"] = [members] if isinstance(members, Tensor) else list(ordered(members))
+        group["params"] = [members] if isinstance(members, Tensor) else list(require_ordered(members))
         if group.get("adamw"):
             sorted_groups.append({**_ADAMW, **group})
             continue
