@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
+import mezzo.session.grad_scaler
 from mezzo import MixedPrecision, StateError
 from mezzo.session.session import weights_of
 
@@ -161,7 +162,7 @@ RULES = (
 )
 
 
-@pytest.mark.parametrize("before, after", itertools.pairwise((*RULES, *RULES[::-2], RULES[1])))
+@pytest.mark.parametrize("before, after", [*itertools.pairwise((*RULES, *RULES[::-2], RULES[1]))])
 def test_rules_and_recipes_change(before, after):
     model, made = built("mezzo", wide())
     amp = MixedPrecision(model, made, before)
@@ -271,3 +272,52 @@ def train_by_calls(model, made, forward, loss):
         (total + model.head(model.norm(model.body(x))).square().mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         made.step()
+
+
+# Beside what else a session does --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O3"), ("O3", "O1")], ids="-".join)
+def test_an_overflow_after_a_change_is_located_as_in_a_fresh_session(levels):
+    def said(*policies):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.125)
+        made = mezzo.optim.SGD(model.parameters(), lr=0.0)
+        amp = MixedPrecision(model, made, policies[0], on_overflow="locate")
+        for policy in policies:
+            amp.change(policy)
+            with amp.autocast():
+                loss = (model(torch.ones(2, 4)) * (float("inf") if policy == policies[-1] else 1.0)).float().sum()
+            amp.backward(loss)
+            step = amp.step()
+            amp.zero_grad()
+        amp.close()
+        return str(step.overflow)
+
+    policies = [f"{level},bf16,emulate=true" for level in levels]
+    assert said(*policies) == said(policies[1]) != "None"
+
+
+def test_scales_of_inner_gradients_and_a_grad_scaler_go_on():
+    model, made = built()
+    amp = MixedPrecision(model, made, "O1,fp16,emulate=true,loss_scale=dynamic(init=1024)")
+    x = batch(0)[0].requires_grad_()
+    with amp.autocast():
+        out = model(x)
+    (slope,) = amp.grad(out.float().sum(), x, create_graph=True)
+    amp.backward(slope.square().sum())
+    amp.step()
+    amp.zero_grad()
+    rows = amp.state_dict()["inner_scales"]
+    amp.change("O2,fp16,emulate=true,loss_scale=dynamic(init=1024,interval=5)")
+    assert amp.state_dict()["inner_scales"] == rows != []
+    scaler = mezzo.session.grad_scaler.SessionScaler(amp)
+    for policy in ("O1,fp16,emulate=true,loss_scale=64", "O2,bf16,emulate=true"):
+        amp.change(policy)
+        scaler.scale(loss_of(model, 1, amp)).backward()
+        scaler.step(made)
+        scaler.update()
+        assert not scaler.last_step.skipped
+        made.zero_grad()

@@ -27,7 +27,7 @@ from mezzo.scale.state import ScaleState
 from mezzo.session.engine import Engine
 from mezzo.session.inner import InnerScales
 from mezzo.session.refusals import check_optimizers
-from mezzo.session.state_tree import within
+from mezzo.session.state_tree import passes_since_step, within
 from mezzo.session.weights import widen_states
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import LOW
@@ -156,7 +156,7 @@ def require_now(engine: Engine) -> None:
             why="what runs now has begun under the former policy",
             write="amp.change(policy) between two steps, outside of amp.autocast()",
         )
-    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
+    passes = passes_since_step(engine)
     if passes or (engine.plan.units and sharded.has_unreduced(engine.plan.units)):
         raise StateError(
             "change() inside an accumulation window",
