@@ -591,3 +591,31 @@ def test_an_embedding_among_muon_s_matrices_is_refused_by_a_session_that_knows_i
     assert "matrices_of(model" in str(raised.value)
     assert type(model.embed.weight) is nn.Parameter
     mezzo.MixedPrecision(model, optim.Muon(optim.matrices_of(model), lr=0.02), f"{level},emulate=true").close()
+
+
+@pytest.mark.parametrize("before, after", [("O1,fp16", "O2,bf16"), ("O2,bf16", "O3,bf16"), ("O3,bf16", "O2,fp16")])
+def test_a_run_whose_policy_changes_goes_on_as_one_that_begins_under_the_new_one(before, after):
+    def built():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
+        return model, optim.Muon(optim.matrices_of(model, lr=1e-3), lr=0.02, state_dtype="int8")
+
+    def train(amp, model, batches):
+        for batch in batches:
+            with amp.autocast():
+                loss = model(normal(8, 12, seed=batch)).float().square().mean()
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+
+    (model, optimizer), (twin, other) = built(), built()
+    before, after = (f"{policy},emulate=true" + ",loss_scale=1024" * ("fp16" in policy) for policy in (before, after))
+    amp = mezzo.MixedPrecision(model, optimizer, before)
+    train(amp, model, range(3))
+    amp.change(after)
+    twin.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(amp, model, range(3, 6))
+    train(mezzo.MixedPrecision(twin, other, after), twin, range(3, 6))
+    values = [{name: value.float() for name, value in net.state_dict().items()} for net in (model, twin)]
+    torch.testing.assert_close(*values, rtol=0, atol=0)
