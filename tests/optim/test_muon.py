@@ -4,17 +4,23 @@ import copy
 import dataclasses
 import math
 import re
+import signal
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import mezzo
 from mezzo import PolicyError, StateError, UnsupportedError, optim
 from mezzo.cast.device import Claim, FormatSupport, decide
 from mezzo.optim import optimizer as optimizer_module
+from mezzo.optim import planned
+from mezzo.step import matrix
+from mezzo.step.executors import whole
 from mezzo.step.executors.whole import WholeUpdate
 from mezzo.step.matrix import EMULATED, NATIVE, RATIOS, Products, orthogonal
 from mezzo.step.moments import decode
@@ -619,3 +625,61 @@ def test_a_run_whose_policy_changes_goes_on_as_one_that_begins_under_the_new_one
     train(mezzo.MixedPrecision(twin, other, after), twin, range(3, 6))
     values = [{name: value.float() for name, value in net.state_dict().items()} for net in (model, twin)]
     torch.testing.assert_close(*values, rtol=0, atol=0)
+
+
+def test_a_signal_at_any_line_of_a_step_leaves_it_whole_or_not_begun():
+    def begun(steps):
+        params = [nn.Parameter(normal(6, 9)), nn.Parameter(normal(9, 6))]
+        optimizer = optim.Muon(params, lr=0.1, state_dtype="int8")
+        halved(params, BF16)
+        run(params, optimizer, gradients([(6, 9), (9, 6)], steps))
+        return params, optimizer
+
+    def facts(params, optimizer):
+        return copy.deepcopy([in_memory(params), [optimizer.state[param] for param in params]])
+
+    outcomes, lines, at, was_interrupted = [facts(*begun(1)), facts(*begun(2))], 0, 0, True
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if frame.f_code.co_filename not in (
+            optimizer_module.__file__,
+            planned.__file__,
+            whole.__file__,
+            matrix.__file__,
+        ):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    while was_interrupted:
+        params, optimizer = begun(1)
+        for param, gradient in zip(params, gradients([(6, 9), (9, 6)], 2)[1], strict=True):
+            param.grad = gradient
+        at, lines, before = at + 7, 0, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            optimizer.step()
+            was_interrupted = False
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            sys.settrace(before)
+        after = facts(params, optimizer)
+        assert any(is_same(after, outcome) for outcome in outcomes), at
+    assert is_same(after, outcomes[1])
+    assert at > 100
+
+
+def is_same(one, two):
+    leaves = zip(*map(tree_leaves, (one, two)), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in leaves)
+
+
+def test_named_parameters_keep_their_names():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2, bias=False))
+    optimizer = optim.Muon(model.named_parameters(), lr=0.02, adamw={"lr": 1e-3})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["0.weight", "1.weight"], ["0.bias"]]
