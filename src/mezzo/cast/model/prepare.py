@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +164,7 @@ class Prepared:
         for line in out_of_reach(model, self.policy) if logs_unreached_rules else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
+        self._first_hook = RemovableHandle(OrderedDict()).id  # those of before have smaller numbers
         self._region_models: tuple[Prepared, ...] | None = None  # the models whose parameters its region knows as well
         self._entered, self._undo = ExitStack(), ExitStack()
         try:
@@ -227,6 +230,10 @@ class Prepared:
         self._entered.callback(hide_storage(model, is_low=policy.param_dtype in LOW))
         if policy.casts:
             self._entered.callback(keep_dtypes(self))
+        tables: list[Any] = []
+        for module in model.modules():
+            tables += module._forward_pre_hooks, module._forward_hooks
+        later_hooks = [[number for number in table if number > self._first_hook] for table in tables]
         for module, within in self.plan.regions:
             within.begin(module)
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
@@ -235,6 +242,9 @@ class Prepared:
         for module, last in () if out is None else ((module, GivesOut(out)) for module in entry_modules(model)):
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit))
+        for table, numbers in zip(tables, later_hooks, strict=True):
+            for number in numbers:  # what came after the first policy's hooks comes after another's, too
+                table.move_to_end(number)
         self._forget_compiled()
 
     def _leave(self) -> None:
