@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,9 @@ from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
+
+#: The handle of each model that was prepared, a session's too.
+_HANDLES: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Prepared]]] = weakref.WeakKeyDictionary()
 
 
 def prepare(model: nn.Module, policy: PolicyLike) -> Prepared:
@@ -75,6 +80,12 @@ def prepare(model: nn.Module, policy: PolicyLike) -> Prepared:
     return Prepared(model, Policy.of(policy), waits=True)
 
 
+def handle_of(model: nn.Module) -> Prepared | None:
+    """Return the handle of a model that is prepared, by :func:`prepare` or for a session; ``None`` for others."""
+    handle = _HANDLES[model]() if model in _HANDLES else None
+    return None if handle is None or handle.is_removed else handle
+
+
 class Prepared:
     """A model under a policy, as :func:`prepare` returns it.
 
@@ -89,13 +100,14 @@ class Prepared:
         policy: The policy it was prepared with, and what the model's classes add to it.
         asked: That policy, as it was given.
         in_session: Whether a session has the model, and is not closed yet.
+        is_removed: Whether :meth:`remove` was called.
         devices: The devices of its tensors, which its regions cover.
         params: The parameters that rules speak about.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
         require_module(model)
-        self.asked, self.in_session, self._is_removed = policy, False, False
+        self.asked, self.in_session, self.is_removed = policy, False, False
         policy = with_low_ends(model, with_pinned_classes(model, as_named(model, policy)))
         self.model, self.policy = model, policy
         sharded.reshard(sharded.units(model))
@@ -124,6 +136,7 @@ class Prepared:
         except BaseException:
             self.remove()
             raise
+        _HANDLES[model] = weakref.ref(self)
 
     def __repr__(self) -> str:
         return f"<mezzo.prepare({type(self.model).__name__}, {str(self.asked)!r}): {halves(self.model)}>"
@@ -220,7 +233,7 @@ class Prepared:
             StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
         """
         model_class = type(self.model).__name__
-        if self._is_removed:
+        if self.is_removed:
             raise StateError(
                 "the preparation was removed", where=model_class, write="mezzo.prepare(model, policy) again"
             )
@@ -265,7 +278,7 @@ class Prepared:
                 where=type(self.model).__name__,
                 write="amp.close(), then prepared.remove()",
             )
-        self._is_removed = True
+        self.is_removed = True
         self._undo.close()
         for hook in self._hooks:
             hook.remove()
