@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from mezzo.cast.model.checks import preparations_in
@@ -35,6 +34,7 @@ from mezzo.policy import Policy, PolicyLike
 from mezzo.policy.rules import as_named, lies_in
 from mezzo.tensors import dtype_name
 from mezzo.trace.sandbox import RandomStates, copied, devices_of, require_python, untouched
+from mezzo.weights.exports import unwrapped
 
 #: Rows of the table that :meth:`Parity.__str__` writes.
 _MOST_ROWS: Final = 9
@@ -300,13 +300,6 @@ class _Side:
             yield handle.autocast
         finally:
             self.model = original
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return what torch.compile and DDP have wrapped; any other model as it is."""
-    while hasattr(model, INSIDE) or isinstance(model, DistributedDataParallel):
-        model = model.module if isinstance(model, DistributedDataParallel) else inside(model)
-    return model
 
 
 def _require_alike(sides: Sequence[_Side]) -> None:

@@ -16,7 +16,16 @@ from mezzo import sharded
 from mezzo.cast.model.boundaries import HeldRegion, TakesIn, Within, keep_dtypes
 from mezzo.cast.model.checks import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.outputs import GivesOut
-from mezzo.cast.model.places import Devices, RuledParams, called, outermost, owned, region_paths, stored_tensors
+from mezzo.cast.model.places import (
+    Devices,
+    RuledParams,
+    called,
+    outermost,
+    owned,
+    region_paths,
+    ruled_fp32,
+    stored_tensors,
+)
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.compiling import compiled_inside_alone, forget_compiled
@@ -26,6 +35,7 @@ from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.policy.rules import exact
 from mezzo.sharded import restore_data, set_data
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.exports import mark_fp32
 from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
@@ -154,6 +164,7 @@ class Prepared:
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
             self.params.find_gathered(self.model)
+        self._undo.callback(mark_fp32(ruled_fp32(self.model, self.policy)))
         self._undo.callback(hide_storage(self.model, is_low=self.policy.param_dtype in LOW))
         if self.policy.casts:
             self._undo.callback(keep_dtypes(self))
