@@ -17,8 +17,8 @@ def test_spacings_are_those_of_single_numbers(name):
     for power in powers:
         values += [power, math.nextafter(power, 0.0), math.nextafter(power, math.inf), 1.75 * power]
     values += [-value for value in values]
-    found = fmt.spacings(torch.tensor(values, dtype=torch.float64)).tolist()
-    for value, spacing in zip(values, found, strict=True):
+    result = fmt.spacings(torch.tensor(values, dtype=torch.float64)).tolist()
+    for value, spacing in zip(values, result, strict=True):
         wanted = fmt.spacing(value)
         assert spacing == wanted or (math.isnan(spacing) and math.isnan(wanted)), value
 

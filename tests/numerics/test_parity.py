@@ -57,8 +57,8 @@ def batch(*shape):
     return torch.randint(32, shape or (3, 8), generator=torch.Generator().manual_seed(1))
 
 
-def paths(found, by="by_itself"):
-    return {row.path for row in found.rows if getattr(row, by).differs}
+def paths(result, by="by_itself"):
+    return {row.path for row in result.rows if getattr(row, by).differs}
 
 
 def distance_by_hand(first, second, fmt=BF16):
@@ -81,18 +81,18 @@ def test_distances_are_counted_in_spacings_at_the_first_models_values(fmt):
     )
     second = first * (1 + torch.randn(503) * 2.0**-6)
     second[::5] = first[::5]
-    found = Distance.of(measured(first, second, fmt).tolist(), first.shape)
-    assert (found.largest, found.mean, found.share) == pytest.approx(distance_by_hand(first, second, fmt), rel=1e-12)
+    result = Distance.of(measured(first, second, fmt).tolist(), first.shape)
+    assert (result.largest, result.mean, result.share) == pytest.approx(distance_by_hand(first, second, fmt), rel=1e-12)
     steps = (first - second).abs().double() / fmt.spacings(first.clamp(-fmt.max, fmt.max))
-    assert found.at == (steps.argmax().item(),)
+    assert result.at == (steps.argmax().item(),)
 
 
 def test_what_is_not_finite_is_equal_to_itself_alone():
     inf, nan = math.inf, math.nan
     first = torch.tensor([[inf, -inf, nan], [1.0, inf, nan], [1.0, 2.0, 3.0]])
     second = torch.tensor([[inf, -inf, nan], [inf, -inf, 0.0], [1.0, 2.0, 3.0 + 2.0**-6]])
-    found = Distance.of(measured(first, second, BF16).tolist(), first.shape)
-    assert found == Distance(largest=inf, mean=1 / 9, share=4 / 9, at=(1, 0), not_finite=(2, 2))
+    result = Distance.of(measured(first, second, BF16).tolist(), first.shape)
+    assert result == Distance(largest=inf, mean=1 / 9, share=4 / 9, at=(1, 0), not_finite=(2, 2))
 
 
 def test_integers_complex_numbers_and_nothing():
@@ -107,8 +107,8 @@ def test_the_largest_is_found_in_any_part_of_a_large_tensor():
     first = torch.ones(CHUNK + 10)
     second = first.clone()
     second[5], second[CHUNK + 7] = 1 + 2.0**-7, 1 + 2.0**-5
-    found = Distance.of(measured(first, second, BF16).tolist(), first.shape)
-    assert (found.largest, found.at, found.share * first.numel()) == (4.0, (CHUNK + 7,), 2.0)
+    result = Distance.of(measured(first, second, BF16).tolist(), first.shape)
+    assert (result.largest, result.at, result.share * first.numel()) == (4.0, (CHUNK + 7,), 2.0)
 
 
 # Planted differences --------------------------------------------------------------------------------------
@@ -146,19 +146,19 @@ def test_a_moved_weight_is_found_in_its_module(name, spacings):
     weight = getattr(second.inner, param).data.view(-1)
     weight[0] += spacings * BF16.spacing(weight[0].item())
     x = torch.randn(2, 4, 6)
-    found = parity(first, second, x)
-    assert found.first.path == "inner"
-    assert paths(found) == {"inner"}
-    assert paths(found, "in_all") == {"inner", "last", ""}
+    result = parity(first, second, x)
+    assert result.first.path == "inner"
+    assert paths(result) == {"inner"}
+    assert paths(result, "in_all") == {"inner", "last", ""}
     first.eval(), second.eval()
     with torch.no_grad():  # the kernels that parity's passes run
         outputs = [
             model.inner(*[model.first(x)] * 3 if name == "attention" else [model.first(x)]) for model in (first, second)
         ]
     one, two = ((y if isinstance(y, torch.Tensor) else y[0]).detach() for y in outputs)
-    now = found.first.by_itself
+    now = result.first.by_itself
     assert (now.largest, now.mean, now.share) == pytest.approx(distance_by_hand(one, two), rel=1e-9)
-    assert found.first.in_all == now
+    assert result.first.in_all == now
 
 
 @pytest.mark.parametrize("given", [lambda x: x, lambda x: (x,), lambda x: {"ids": x}], ids=["tensor", "tuple", "dict"])
@@ -166,23 +166,23 @@ def test_plain_models_and_any_batch(given):
     first, second = net(), net()
     assert str(mezzo.numerics.parity(first, second, given(batch()))) == "they agree in all that 15 modules returned"
     second.blocks[1].proj.weight.data[3, 4] *= 1.01
-    found = mezzo.numerics.parity(first, second, given(batch()))
-    assert found.first.path == "blocks.1.proj"
-    assert paths(found) == {"blocks.1.proj"}
-    assert paths(found, "in_all") == {"", "head", "drop", "blocks", "blocks.1", "blocks.1.proj", "blocks.1.act"}
-    assert str(found).startswith("they part in blocks.1.proj: ")
+    result = mezzo.numerics.parity(first, second, given(batch()))
+    assert result.first.path == "blocks.1.proj"
+    assert paths(result) == {"blocks.1.proj"}
+    assert paths(result, "in_all") == {"", "head", "drop", "blocks", "blocks.1", "blocks.1.proj", "blocks.1.act"}
+    assert str(result).startswith("they part in blocks.1.proj: ")
 
 
 def test_two_plants_are_two_modules():
     first, second = net(), net()
     second.blocks[0].norm.bias.data[2] += 0.25
     second.head.weight.data[5] *= 1.5
-    found = parity(first, second, batch())
-    assert paths(found) == {"blocks.0.norm", "head"}
-    assert found.first.path == "blocks.0.norm"
+    result = parity(first, second, batch())
+    assert paths(result) == {"blocks.0.norm", "head"}
+    assert result.first.path == "blocks.0.norm"
     alone = net()
     alone.head.weight.data[5] *= 1.5
-    head = next(row for row in found.rows if row.path == "head")
+    head = next(row for row in result.rows if row.path == "head")
     assert head.by_itself == parity(first, alone, batch()).first.by_itself  # as if it were the only one
     assert head.in_all != head.by_itself
 
@@ -190,10 +190,10 @@ def test_two_plants_are_two_modules():
 def test_code_between_modules_is_the_module_around_them():
     first, second = net(), net()
     second.blocks[0].factor = 1 + 2.0**-8
-    found = parity(first, second, batch())
-    assert (found.first.path, found.first.before) == ("blocks.0", "blocks.0.proj")
-    assert paths(found) == {"blocks.0"}
-    assert str(found).startswith("they part in blocks.0 before blocks.0.proj: ")
+    result = parity(first, second, batch())
+    assert (result.first.path, result.first.before) == ("blocks.0", "blocks.0.proj")
+    assert paths(result) == {"blocks.0"}
+    assert str(result).startswith("they part in blocks.0 before blocks.0.proj: ")
     second.blocks[0].factor = 1.0
     second.head.register_forward_hook(lambda module, args, output: output * (1 + 2.0**-8))
     assert paths(parity(first, second, batch())) == {"head"}
@@ -213,11 +213,11 @@ def test_each_call_of_a_shared_module_has_a_row():
     first, x = Twice(), torch.ones(2, 4)
     second = copy.deepcopy(first)
     second.layer.bias.data += 0.5
-    found = parity(first, second, x)
-    assert [(row.path, row.call, row.by_itself.differs) for row in found.rows] == [
+    result = parity(first, second, x)
+    assert [(row.path, row.call, row.by_itself.differs) for row in result.rows] == [
         ("", 0, False), ("layer", 0, True), ("late", 0, False), ("layer", 1, True),
     ]  # fmt: skip
-    assert found.rows[3].name == "layer (call 2)"
+    assert result.rows[3].name == "layer (call 2)"
     once = copy.deepcopy(first)
     once.late.forward = lambda y: once.layer(y)
     assert parity(first, once, x).unmatched == ("layer was called 2 and 3 times",)
@@ -232,10 +232,10 @@ def test_all_tensors_that_a_module_returns():
         def forward(self, x):
             return {"hidden": x, "more": [x + self.shift, (x > 1).long()], "none": None}
 
-    found = parity(Several(0.0), Several(2.0**-7), torch.ones(3))
-    assert [row.output for row in found.rows] == ["['hidden']", "['more'][0]", "['more'][1]"]
-    assert [row.by_itself.largest for row in found.rows] == [0.0, 1.0, 0.0]
-    assert found.first.name == "the model['more'][0]"
+    result = parity(Several(0.0), Several(2.0**-7), torch.ones(3))
+    assert [row.output for row in result.rows] == ["['hidden']", "['more'][0]", "['more'][1]"]
+    assert [row.by_itself.largest for row in result.rows] == [0.0, 1.0, 0.0]
+    assert result.first.name == "the model['more'][0]"
 
 
 def test_the_program_may_write_into_its_batch_and_its_activations():
@@ -262,20 +262,20 @@ def test_o1_and_o2_are_one_and_o3_parts_where_it_stores_low(dtype):
     model = net(tied=True)
     before = copy.deepcopy(model.state_dict())
     assert not paths(parity(model, model, batch(), policy_a=f"O1,{dtype}", policy_b=f"O2,{dtype}"), "in_all")
-    found = parity(model, model, batch(), policy_a=f"O1,{dtype}", policy_b=f"O3,{dtype}")
+    result = parity(model, model, batch(), policy_a=f"O1,{dtype}", policy_b=f"O3,{dtype}")
     low = "bfloat16" if dtype == "bf16" else "float16"
-    assert found.first.path == "embed"
-    assert found.first.dtypes == ("float32", low)
-    assert found.first.by_itself.largest <= 0.5  # of a BF16 spacing, which is what rounding once can do
-    assert not found.rows[-1].by_itself.differs  # the head computes in both what it computes
-    assert found.rows[0].dtypes == (low, "float32")  # what O3 gives out
+    assert result.first.path == "embed"
+    assert result.first.dtypes == ("float32", low)
+    assert result.first.by_itself.largest <= 0.5  # of a BF16 spacing, which is what rounding once can do
+    assert not result.rows[-1].by_itself.differs  # the head computes in both what it computes
+    assert result.rows[0].dtypes == (low, "float32")  # what O3 gives out
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_a_module_that_hands_on_in_its_dtype_is_no_place_where_models_part():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Identity())
-    found = parity(model, copy.deepcopy(model).bfloat16(), {"input": torch.randn(4, 8).bfloat16()}, policy_a="O1,bf16")
-    assert paths(found) == set()  # FP32 sums of BF16 operands, rounded once, and the root in FP32
+    result = parity(model, copy.deepcopy(model).bfloat16(), {"input": torch.randn(4, 8).bfloat16()}, policy_a="O1,bf16")
+    assert paths(result) == set()  # FP32 sums of BF16 operands, rounded once, and the root in FP32
     plain = parity(model, model, torch.randn(4, 8), policy_b="O1,bf16")
     assert paths(plain) == {"0"}
 
@@ -304,9 +304,9 @@ def test_a_model_under_a_policy_runs_in_its_own_region(style):
 def test_compiled_models_run_uncompiled_under_the_paths_of_the_model_inside():
     model = net()
     compiled = torch.compile(model, backend="eager")
-    found = parity(compiled, net(), batch())
-    assert not paths(found, "in_all")
-    assert {"", "blocks.1.proj"} <= {row.path for row in found.rows}
+    result = parity(compiled, net(), batch())
+    assert not paths(result, "in_all")
+    assert {"", "blocks.1.proj"} <= {row.path for row in result.rows}
 
 
 # What stays ---------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_log_probabilities_are_those_of_float64():
     torch.manual_seed(0)
     first, second, tokens = torch.randn(5, 7, 11), torch.randn(5, 7, 11), torch.randint(11, (5, 7))
     tokens[0, :3] = -100
-    found = LogProbs.of(first, second, tokens)
+    result = LogProbs.of(first, second, tokens)
     pairs = []
     for one, two, token in zip(
         first.view(-1, 11).tolist(), second.view(-1, 11).tolist(), tokens.view(-1).tolist(), strict=True
@@ -368,20 +368,20 @@ def test_log_probabilities_are_those_of_float64():
         if token >= 0:
             pairs.append([math.log(math.exp(row[token]) / math.fsum(map(math.exp, row))) for row in (one, two)])
     apart = [one - two for one, two in pairs]
-    assert found.count == len(pairs) == 32
-    assert found.largest == pytest.approx(max(map(abs, apart)), rel=1e-9)
-    assert found.mean == pytest.approx(sum(map(abs, apart)) / 32, rel=1e-9)
-    assert found.kl == pytest.approx(sum(math.exp(x) - 1 - x for x in apart) / 32, rel=1e-9)
-    assert found.kl > 0
-    assert found.ratio == pytest.approx(np.quantile(np.exp(apart), [0.05, 0.5, 0.95]), rel=1e-9)
+    assert result.count == len(pairs) == 32
+    assert result.largest == pytest.approx(max(map(abs, apart)), rel=1e-9)
+    assert result.mean == pytest.approx(sum(map(abs, apart)) / 32, rel=1e-9)
+    assert result.kl == pytest.approx(sum(math.exp(x) - 1 - x for x in apart) / 32, rel=1e-9)
+    assert result.kl > 0
+    assert result.ratio == pytest.approx(np.quantile(np.exp(apart), [0.05, 0.5, 0.95]), rel=1e-9)
 
 
 def test_tokens_are_compared_under_the_two_policies():
     model, ids = net(), batch()
-    found = parity(model, model, ids, policy_b="O1,bf16", tokens=ids)
-    assert found.log_probs.count == 24
-    assert 0 < found.log_probs.mean < 0.05
-    assert f"; log-probabilities {found.log_probs.mean:.2g} apart" in str(found).splitlines()[0]
+    result = parity(model, model, ids, policy_b="O1,bf16", tokens=ids)
+    assert result.log_probs.count == 24
+    assert 0 < result.log_probs.mean < 0.05
+    assert f"; log-probabilities {result.log_probs.mean:.2g} apart" in str(result).splitlines()[0]
     assert parity(model, model, ids, tokens=ids).log_probs == LogProbs(
         count=24, largest=0.0, mean=0.0, kl=0.0, ratio=(1.0, 1.0, 1.0)
     )
@@ -389,12 +389,12 @@ def test_tokens_are_compared_under_the_two_policies():
 
 def test_the_text_is_short_and_the_data_is_all():
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(30)])
-    found = parity(model, model, torch.randn(4, 8), policy_b="O1,bf16")
-    lines = str(found).splitlines()
+    result = parity(model, model, torch.randn(4, 8), policy_b="O1,bf16")
+    lines = str(result).splitlines()
     assert len(lines) <= 12
     assert lines[0].startswith("they part in 0: ")
-    assert lines[-1] == f"and {len(paths(found)) - 9} more that part by themselves"
-    data = json.loads(json.dumps(found.to_dict()))
+    assert lines[-1] == f"and {len(paths(result)) - 9} more that part by themselves"
+    data = json.loads(json.dumps(result.to_dict()))
     assert len(data["rows"]) == 31
     assert data["first"]["path"] == "0"
     assert data["spacing"] == "bfloat16"
@@ -403,10 +403,10 @@ def test_the_text_is_short_and_the_data_is_all():
 def test_modules_narrow_what_is_watched():
     first, second = net(), net()
     second.blocks[0].qkv.weight.data[0] *= 2.0
-    found = parity(first, second, batch(), modules=["blocks.1"])
-    assert {row.path for row in found.rows} == {"blocks.1", *(f"blocks.1.{x}" for x in ("norm", "qkv", "proj", "act"))}
-    assert found.first is None
-    assert str(found).startswith("no watched module parts by itself, and yet blocks.1 differs")
+    result = parity(first, second, batch(), modules=["blocks.1"])
+    assert {row.path for row in result.rows} == {"blocks.1", *(f"blocks.1.{x}" for x in ("norm", "qkv", "proj", "act"))}
+    assert result.first is None
+    assert str(result).startswith("no watched module parts by itself, and yet blocks.1 differs")
     assert parity(first, second, batch(), modules="blocks.0", spacing=torch.float16).first.path == "blocks.0.qkv"
 
 
