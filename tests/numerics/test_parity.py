@@ -14,7 +14,7 @@ import mezzo
 from mezzo.errors import PolicyError, StateError, UnsupportedError
 from mezzo.formats import BF16, FP16
 from mezzo.numerics import Distance, LogProbs, parity
-from mezzo.numerics.distances import CHUNK, measured
+from mezzo.numerics.distances import CHUNK, log_probs, measured
 
 from ..support.refusals import refused
 from ..support.releases import torchscript
@@ -360,7 +360,7 @@ def test_log_probabilities_are_those_of_float64():
     torch.manual_seed(0)
     first, second, tokens = torch.randn(5, 7, 11), torch.randn(5, 7, 11), torch.randint(11, (5, 7))
     tokens[0, :3] = -100
-    result = LogProbs.of(first, second, tokens)
+    result = LogProbs.of(log_probs(first, tokens), log_probs(second, tokens))
     pairs = []
     for one, two, token in zip(
         first.view(-1, 11).tolist(), second.view(-1, 11).tolist(), tokens.view(-1).tolist(), strict=True
@@ -425,6 +425,7 @@ REFUSALS = [
     (lambda: parity(nn.Linear(4, 4), nn.Linear(4, 4), X, tokens=torch.ones(2)), PolicyError, ("float32 [2]",)),
     (lambda: parity(nn.Linear(4, 4), nn.Linear(4, 4), X, spacing="bf17"), PolicyError, ("unknown number format",)),
     (lambda: parity(nn.Linear(4, 4), nn.Linear(4, 4), X, spacing="e8m0"), PolicyError, ("format of scales",)),
+    (lambda: LogProbs.of(torch.ones(3), torch.ones(4)), PolicyError, ("other tokens", "[3] and [4]")),
     (lambda: parity(nn.Linear(4, 4), nn.LazyLinear(4), X), UnsupportedError, ("without values", "weight")),
     (lambda: parity(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4), X), UnsupportedError, ("to_empty",)),
     (lambda: parity(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4), X), UnsupportedError,

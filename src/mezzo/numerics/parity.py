@@ -19,7 +19,7 @@ from mezzo.cast.model.prepare import Prepared, handle_of
 from mezzo.compiling import INSIDE, inside
 from mezzo.errors import PolicyError, StateError, UnsupportedError, nearest, printable, shown, some_of
 from mezzo.formats import Format, by_name
-from mezzo.numerics.distances import Distance, LogProbs
+from mezzo.numerics.distances import Distance, LogProbs, log_probs
 from mezzo.numerics.side_by_side import (
     ByItselfPass,
     FirstPass,
@@ -100,8 +100,9 @@ class Parity:
         for row in self.rows:
             if row in widest:
                 numbers = (row.by_itself.largest, row.by_itself.mean, row.in_all.largest, row.in_all.mean)
+                name = row.name if row.before is None else f"{row.name}, before {row.before}"
                 dtypes = row.dtypes[0] if len({*row.dtypes}) == 1 else " | ".join(row.dtypes)
-                table.append((printable(row.name), row.type, *(f"{number:.3g}" for number in numbers), dtypes))
+                table.append((printable(name), row.type, *(f"{number:.3g}" for number in numbers), dtypes))
         if len(table) > 1:
             widths = [max(map(len, column)) for column in zip(*table, strict=True)]
             lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
@@ -202,8 +203,8 @@ def parity(
         in_all, apart = SecondPass(calls, unit), ByItselfPass(calls, unit)
         passes = (FirstPass(calls), sides[0], regions[0]), (in_all, sides[1], regions[1]), (apart, sides[1], regions[1])
         outputs = [watch.run(side.model, side.paths, region, batch, states) for watch, side, region in passes]
-        log_probs = None if tokens is None else _log_probs(outputs[0], outputs[1], tokens)
-        return _result(sides, calls, in_all, apart, log_probs)
+        of_tokens = None if tokens is None else _of_tokens(outputs[0], outputs[1], tokens)
+        return _result(sides, calls, in_all, apart, of_tokens)
 
 
 # What is compared -------------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ def _result(
     )
 
 
-def _log_probs(first: Any, second: Any, tokens: Tensor) -> LogProbs:
+def _of_tokens(first: Any, second: Any, tokens: Tensor) -> LogProbs:
     logits = [next((x for x in comparable(output).values() if x.is_floating_point() and x.dim()
                     and x.shape[:-1] == tokens.shape), None) for output in (first, second)]  # fmt: skip
     if tokens.dtype != torch.int64 or logits[0] is None or logits[1] is None or logits[0].shape != logits[1].shape:
@@ -387,4 +388,4 @@ def _log_probs(first: Any, second: Any, tokens: Tensor) -> LogProbs:
             why="tokens are int64, one for each row of logits",
             write="tokens of the shape of the logits without their last dimension",
         )
-    return LogProbs.of(logits[0], logits[1], tokens)
+    return LogProbs.of(log_probs(logits[0], tokens), log_probs(logits[1], tokens))
