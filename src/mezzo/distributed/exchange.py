@@ -175,8 +175,8 @@ class Ranks:
         for group, indices in shards.groups.items():
             part = torch.stack([squares[index] for index in indices])
             self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")
-            for index, whole in zip(indices, part.unbind(), strict=True):
-                squares[index] = whole
+            for index, total in zip(indices, part.unbind(), strict=True):
+                squares[index] = total
         sums = torch.stack(squares)
         wholes = sums.masked_fill(sums > _LARGEST, torch.inf).sqrt().float().unbind()
         for index, number in at.items():

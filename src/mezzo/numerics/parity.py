@@ -290,13 +290,13 @@ class _Side:
         if handles:
             raise StateError(
                 "the model is under a policy already",
-                where=f"{type(self.model).__name__}, {handles[0].asked}",
+                where=f"{type(self.model).__name__}, {handles[0].given_policy}",
                 write="parity without a policy for it; or a model of its own, with the other's state_dict()",
             )
         original = self.model
         self.model = copied(original, "parity(build_model(), other, batch, policy_a=…)")
         try:
-            handle = Prepared(self.model, Policy.of(policy), tells=False)
+            handle = Prepared(self.model, Policy.of(policy), logs_unreached_rules=False)
             self._watch()
             yield handle.autocast
         finally:

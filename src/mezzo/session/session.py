@@ -34,7 +34,7 @@ from mezzo.session.refusals import (
 from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.weights import Weights, handles_of
-from mezzo.session.writers import guarded
+from mezzo.session.writers import refuse_unknown_steps
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class MixedPrecision:
             for undo in (
                 *self._engine.watch(optimizer_list),
                 *self._engine.watch_models(),
-                guarded(self._engine.writes),
+                refuse_unknown_steps(self._engine.writes),
             ):
                 self._undo.callback(undo)
             self._engine.plan_anew()  # told of its own hooks

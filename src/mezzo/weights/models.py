@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         try:
             _replace(param, weight)
         except UnsupportedError:
-            gc.collect()  # what is only part of a cycle refers to nothing
+            gc.collect()  # cycles of dead objects may still refer to it
             _replace(param, weight)
 
 
@@ -81,24 +81,24 @@ def _encoded(values: Tensor, dtype: torch.dtype, cls: type[Halves] = Halves) -> 
 
 
 @torch.no_grad()
-def restore(params: Iterable[Tensor]) -> None:
+def store_plainly(params: Iterable[Tensor]) -> None:
     """Store parameters plainly again, in FP32; each stays the object that it is.
 
     A parameter that C++ code refers to stays in halves, still FP32 to every reader, and a warning names it.
     """
     waiting = [param for param in params if of_halves(param)]
-    for ends in (False, True):
+    for is_last_try in (False, True):
         refused = list[Tensor]()
         for param in waiting:
-            weight: Any = local(param.detach())
+            weight = cast(Halves, local(param.detach()))
             try:
                 _replace(param, weight.value())
             except UnsupportedError:
                 refused.append(param)
         if not (waiting := refused):
             return
-        if not ends:
-            gc.collect()  # what is only part of a cycle refers to nothing
+        if not is_last_try:
+            gc.collect()  # cycles of dead objects may still refer to it
     text = message(
         "parameters stay in halves, which are FP32 to everybody still",
         where=some_of([getattr(local(param), "path", "") for param in waiting]),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo import sharded
 from mezzo.cast.device import default_device_types, devices
-from mezzo.cast.differences import Known
+from mezzo.cast.differences import ParamFacts
 from mezzo.cast.pins import PIN
 from mezzo.cast.products import Memory, recipe_of
 from mezzo.compiling import constant_in_graphs
@@ -62,40 +62,41 @@ def has_forward(module: nn.Module) -> bool:
     return getattr_static(type(module), "forward") is not nn.Module.forward  # that of TorchScript's cannot be got
 
 
-def called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the model and its modules that have a forward."""
     yield from ((path, module) for path, module in model.named_modules() if not path or has_forward(module))
 
 
-def owned(module: nn.Module) -> Iterator[nn.Parameter]:
+def own_params(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield a module's own parameters, with those in containers of it that are never called."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not has_forward(child):
-            yield from owned(child)
+            yield from own_params(child)
 
 
-def outermost(model: nn.Module) -> Iterator[nn.Module]:
+def entry_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield what is called from outside: the model, or of one that is a container what is called in it."""
     if has_forward(model) or "forward" in vars(model):
         yield model
     else:
         for child in model.children():
-            yield from outermost(child)
+            yield from entry_modules(child)
 
 
 def region_paths(model: nn.Module, policy: Policy) -> dict[str, str]:
     """Return for each called module the path whose region it runs in: its own where a rule makes a difference there."""
     paths = {"": ""}
-    for path, _ in called(model):
-        around = path.rpartition(".")[0]
-        while around not in paths:  # containers are never called
-            around = around.rpartition(".")[0]
+    for path, _ in called_modules(model):
+        outer_path = path.rpartition(".")[0]
+        while outer_path not in paths:  # containers are never called
+            outer_path = outer_path.rpartition(".")[0]
         ops_differ = any(
-            rule.op is not None and rule.matches_module(path) != rule.matches_module(around) for rule in policy.rules
+            rule.op is not None and rule.matches_module(path) != rule.matches_module(outer_path)
+            for rule in policy.rules
         )
-        differs = policy.module_rule(path) is not policy.module_rule(around) or ops_differ
-        paths[path] = path if differs else paths[around]
+        differs = policy.module_rule(path) is not policy.module_rule(outer_path) or ops_differ
+        paths[path] = path if differs else paths[outer_path]
     return paths
 
 
@@ -202,7 +203,7 @@ class RuledParams:
         return [*tensors, *self.gathered.values()] if self.gathered else tensors
 
     @classmethod
-    def known_of(cls, models: Iterable[RuledParams]) -> Known:
+    def facts_of(cls, models: Iterable[RuledParams]) -> ParamFacts:
         """Return what regions are to know of the parameters of some models."""
         every_model = [*models]
         memories = [params.memory for params in every_model if params.memory is not None]
@@ -211,7 +212,7 @@ class RuledParams:
                 params.memory.rebind(params.gathered)
         ruled = [pair for params in every_model for pair in params]
         pins_buffers = not all(isinstance(tensor, nn.Parameter) for tensor, _ in ruled)
-        return Known({id(tensor): treatment for tensor, treatment in ruled}, tuple(memories), pins_buffers)
+        return ParamFacts({id(tensor): treatment for tensor, treatment in ruled}, tuple(memories), pins_buffers)
 
 
 def product_rule(path: str, policy: Policy) -> Rule | None:
@@ -232,13 +233,13 @@ def _memory(model: nn.Module, policy: Policy) -> Memory | None:
         for name, param in module._parameters.items():
             if param is None or param.dim() < 2:
                 continue
-            whole = f"{path}.{name}" if path else name
-            rule = product_rule(whole, policy)
+            full_path = f"{path}.{name}" if path else name
+            rule = product_rule(full_path, policy)
             quantised = {*([rule.treatment] if rule else by_module)} & {*QUANTISED}
             recipes = [recipe_of(policy, treatment) for treatment in quantised]
             remembers |= any(recipe.remembers for recipe in recipes)
             if any(recipe.delayed for recipe in recipes):
-                weights[whole] = module, name
+                weights[full_path] = module, name
     return Memory(weights, policy) if remembers else None
 
 

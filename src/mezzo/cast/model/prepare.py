@@ -19,9 +19,9 @@ from mezzo.cast.model.outputs import GivesOut
 from mezzo.cast.model.places import (
     Devices,
     RuledParams,
-    called,
-    outermost,
-    owned,
+    called_modules,
+    entry_modules,
+    own_params,
     region_paths,
     ruled_fp32,
     stored_tensors,
@@ -36,7 +36,7 @@ from mezzo.policy.rules import exact
 from mezzo.sharded import restore_data, set_data
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.exports import mark_fp32
-from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
+from mezzo.weights.models import halves, hide_storage, of_halves, store, store_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def prepare(model: nn.Module, policy: PolicyLike) -> Prepared:
         <class 'torch.nn.parameter.Parameter'>
     """
     require_module(model)
-    return Prepared(model, Policy.of(policy), waits=True)
+    return Prepared(model, Policy.of(policy), expects_session=True)
 
 
 def handle_of(model: nn.Module) -> Prepared | None:
@@ -102,42 +102,44 @@ class Prepared:
     Args:
         model: The model.
         policy: The policy to prepare it with.
-        tells: Whether rules that do not reach inside what they mean are logged.
-        waits: Whether a session may come later, which finds the handle by its model.
+        logs_unreached_rules: Whether rules that do not reach inside what they mean are logged.
+        expects_session: Whether a session may come later, which finds the handle by its model.
 
     Attributes:
         model: The model.
         policy: The policy it was prepared with, and what the model's classes add to it.
-        asked: That policy, as it was given.
+        given_policy: That policy, as it was given.
         in_session: Whether a session has the model, and is not closed yet.
         is_removed: Whether :meth:`remove` was called.
         devices: The devices of its tensors, which its regions cover.
         params: The parameters that rules speak about.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, *, logs_unreached_rules: bool = True, expects_session: bool = False
+    ) -> None:
         require_module(model)
-        self.asked, self.in_session, self.is_removed = policy, False, False
+        self.given_policy, self.in_session, self.is_removed = policy, False, False
         policy = with_low_ends(model, with_pinned_classes(model, as_named(model, policy)))
         self.model, self.policy = model, policy
         sharded.reshard(sharded.units(model))
-        self._storage = wanted_storage(model, policy, converts=True, waits=waits)
+        self._storage = wanted_storage(model, policy, converts=True, expects_session=expects_session)
         self._before: dict[Tensor, Tensor] = {}  # what O3 has rounded, until nothing can fail any more
         self._dtypes: dict[Tensor, torch.dtype] = {}  # that tensors go back to
         self._dtypes_at: dict[str, torch.dtype] = {}  # and those that took their places: model.to() makes new buffers
-        for line in out_of_reach(model, policy) if tells else ():
+        for line in out_of_reach(model, policy) if logs_unreached_rules else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
         self.devices = Devices(model)
         self.params = RuledParams.of(model, policy)
-        self._with: tuple[Prepared, ...] = ()  # the models whose parameters its region knows as well
+        self._region_models: tuple[Prepared, ...] = ()  # the models whose parameters its region knows as well
         self._region = HeldRegion(policy, "", [self.params], [self.devices])
         self._regions = [*self._plan_regions()]
         self._undo = ExitStack()
         try:
             self._carry_out()
-            if waits:
+            if expects_session:
                 for module in model.modules():
                     handles = vars(module).setdefault("_mezzo_prepared", [])
                     handles.append(self)
@@ -149,7 +151,7 @@ class Prepared:
         _HANDLES[model] = weakref.ref(self)
 
     def __repr__(self) -> str:
-        return f"<mezzo.prepare({type(self.model).__name__}, {str(self.asked)!r}): {halves(self.model)}>"
+        return f"<mezzo.prepare({type(self.model).__name__}, {str(self.given_policy)!r}): {halves(self.model)}>"
 
     def _carry_out(self) -> None:
         names = {param: name for name, param in self.model.named_parameters()}
@@ -184,7 +186,7 @@ class Prepared:
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
             self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
         out = policy.output_dtype
-        for module, last in () if out is None else ((module, GivesOut(out)) for module in outermost(model)):
+        for module, last in () if out is None else ((module, GivesOut(out)) for module in entry_modules(model)):
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit))
         if self._hooks or self._regions or self._storage.halves:
@@ -194,7 +196,7 @@ class Prepared:
         """Yield the modules in which a region has something to do, the model itself first."""
         paths = region_paths(self.model, self.policy)
         is_low = self.policy.param_dtype != torch.float32
-        for path, module in called(self.model):
+        for path, module in called_modules(self.model):
             is_own = paths[path] == path and (path != "" or len(self.params) > 0)
             rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
@@ -208,9 +210,9 @@ class Prepared:
     def _taking_in(self) -> Iterator[tuple[nn.Module, torch.dtype]]:
         """Yield the modules of an O3 model that cast their inputs, each with the dtype of what it computes with."""
         paths = region_paths(self.model, self.policy)
-        for path, module in called(self.model):
+        for path, module in called_modules(self.model):
             rule = self.policy.module_rule(path)
-            stored = {self._storage.plain[param] for param in owned(module) if param in self._storage.plain}
+            stored = {self._storage.plain[param] for param in own_params(module) if param in self._storage.plain}
             if rule is not None and (stored or paths[path] == path):
                 yield module, torch.float32 if rule.treatment == "fp32" else self.policy.dtype
             elif low_dtypes := stored & {*LOW}:
@@ -227,30 +229,30 @@ class Prepared:
             device_types = tuple(
                 dict.fromkeys(device_type for handle in (self, *others) for device_type in handle.devices.kinds())
             )
-            known = RuledParams.known_of([handle.params for handle in (self, *others)])
-            if len(device_types) == 1 and not known.pinned and not known.memories:
+            facts = RuledParams.facts_of([handle.params for handle in (self, *others)])
+            if len(device_types) == 1 and not facts.pinned and not facts.memories:
                 return autocast(self.policy, device_types[0])  # which knows how to be traced
-            return autocast.of(Region.inside(self.policy, "", known, device_types))
-        if others != self._with:
-            every = (self, *others)
-            self._region = HeldRegion(self.policy, "", [e.params for e in every], [e.devices for e in every])
-            self._with = others
+            return autocast.of(Region.inside(self.policy, "", facts, device_types))
+        if others != self._region_models:
+            handles = (self, *others)
+            self._region = HeldRegion(self.policy, "", [e.params for e in handles], [e.devices for e in handles])
+            self._region_models = others
         return autocast.of(self._region.now())
 
-    def require_whole(self) -> None:
+    def prepare_for_session(self) -> None:
         """Refuse a session where the model is not what it was prepared to be.
 
         Raises:
             StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
         """
-        model_class = type(self.model).__name__
+        model_name = type(self.model).__name__
         if self.is_removed:
             raise StateError(
-                "the preparation was removed", where=model_class, write="mezzo.prepare(model, policy) again"
+                "the preparation was removed", where=model_name, write="mezzo.prepare(model, policy) again"
             )
         if self.in_session:
             raise StateError(
-                "the prepared model belongs to a session", where=model_class, write="amp.close() of that one first"
+                "the prepared model belongs to a session", where=model_name, write="amp.close() of that one first"
             )
         sharded.reshard(sharded.units(self.model))
         self.convert_shards()
@@ -299,7 +301,7 @@ class Prepared:
             forget_compiled()
         self._hooks.clear()
         if self._storage.halves:
-            restore(self.model.parameters())
+            store_plainly(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
             restore_data(tensor, self._before.get(tensor, tensor.data).to(dtype))
         for tensor, path, _ in stored_tensors(self.model):
@@ -345,17 +347,17 @@ def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
     """
     if not any(rule.treatment in QUANTISED for rule in policy.rules):
         return policy
-    layers = [path for path, module in model.named_modules() if path and any(p.dim() > 1 for p in owned(module))]
-    ends = {layers[-1]: "last", layers[0]: "first"} if layers else {}
+    layers = [path for path, module in model.named_modules() if path and any(p.dim() > 1 for p in own_params(module))]
+    end_layers = {layers[-1]: "last", layers[0]: "first"} if layers else {}
     rules = []
-    for layer, end in ends.items():
+    for layer, position in end_layers.items():
         names = [name for name, _ in model.get_submodule(layer).named_parameters(layer, recurse=False)]
         by_param = [rule for name in names if (rule := policy.product_rule(name)) is not None]
         deciding = {op: policy.explain(op, layer).rule for op in QUANTISABLE}
-        asked = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
-        if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in asked):
-            why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
-            low_ops = [op for op, rule in deciding.items() if by_param or rule in asked]
+        rules_asking_low = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
+        if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in rules_asking_low):
+            why = f"the {position} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
+            low_ops = [op for op, rule in deciding.items() if by_param or rule in rules_asking_low]
             rules += [Rule("low", op=op, module=exact(layer), reason=why) for op in low_ops]
     selectors = {rule.selector for rule in policy.rules}
     return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in selectors), *policy.rules))

@@ -37,7 +37,7 @@ _NAMES: Final = {
 _FACTORS: Final = {op: names[-2:] if op != "linear" else names[:2] for op, names in _NAMES.items()}
 
 
-def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -> Operands | str:
+def operands_or_reason(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -> Operands | str:
     """Read a call as a product of a weight.
 
     Args:
@@ -67,9 +67,9 @@ def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -
     return f"{' and '.join(odd)}, no multiple of {multiple}" if odd else operands
 
 
-def cast_as(asked: Operands, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
+def cast_as(operands: Operands, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
     """Read the same call with cast arguments."""
-    return _arranged(op, _named(op, args, kwargs), is_turned=asked.is_turned)
+    return _arranged(op, _named(op, args, kwargs), is_turned=operands.is_turned)
 
 
 def _named(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
