@@ -301,6 +301,14 @@ def test_a_model_under_a_policy_runs_in_its_own_region(style):
     assert not paths(parity(model, plain, batch()), "in_all")
 
 
+def test_a_session_that_has_changed_runs_in_the_region_of_now():
+    model = net()
+    amp = mezzo.MixedPrecision(model, mezzo.optim.AdamW(model.parameters()), "O2,bf16")
+    amp.change("O1,fp16")
+    assert not paths(parity(model, net(), batch(), policy_b="O1,fp16"), "in_all")
+    assert "head" in paths(parity(model, net(), batch(), policy_b="O1,bf16"))
+
+
 def test_compiled_models_run_uncompiled_under_the_paths_of_the_model_inside():
     model = net()
     compiled = torch.compile(model, backend="eager")

@@ -115,6 +115,14 @@ def test_copies_have_no_rules():
     assert export(copy.deepcopy(model))["head.weight"].dtype == torch.bfloat16
 
 
+def test_rules_are_those_of_now():
+    model = net()
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters()), "O2,bf16,fp32_module=body.2")
+    amp.change("O1,bf16,fp32_module=body.0")
+    state = export(model)
+    assert [state[f"body.{number}.weight"].dtype for number in (0, 2)] == [torch.float32, torch.bfloat16]
+
+
 def test_a_low_model_that_loads_it_computes_what_o3_does():
     trained, ids = net().eval(), torch.arange(16)
     trained.norm = nn.Identity()

@@ -33,7 +33,8 @@ def fully_shard(model: M, policy: PolicyLike, *, wrap: Classes | None = None, **
     parameters stay FP32 are gathered apart. Inputs and outputs are cast by :class:`mezzo.MixedPrecision` or
     :func:`mezzo.prepare`: first ``fully_shard``, then the optimizer, then the session.
 
-    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32.
+    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32. Beside tensor parallelism,
+    ``parallelize_module`` comes first, over one axis of a mesh, and ``mesh=`` is the other.
 
     Args:
         model: The model, on any device; on the meta device its parts have no memory until ``model.to_empty(…)``.

@@ -16,6 +16,7 @@ from mezzo.cast import Prepared, autocast, prepare
 from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
+from mezzo.interrupts import uninterrupted
 from mezzo.patches import Binding
 from mezzo.policy import Policy, PolicyLike
 from mezzo.session.attach import AttachedPrecision
@@ -159,6 +160,22 @@ class MezzoPrecision(Precision):
         self.session = session_class(list(self._converted), optimizers, self.policy, **self._options)
         self._num_skipped = None
 
+    def change(self, policy: PolicyLike) -> None:
+        """Change the policy, between two steps: see :meth:`mezzo.MixedPrecision.change`.
+
+        Raises:
+            StateError: There is no session; or as there.
+            MezzoError: As there. Whatever is raised, the former policy is in force.
+        """
+        session = self._require_session()
+        with uninterrupted():
+            try:
+                session.change(policy)
+            finally:
+                self.policy = session.policy
+                if self._calls is not None:
+                    self._calls.change(self.policy)
+
     def teardown(self) -> None:
         """End the session, and give models their FP32 weights back; the Trainer asks for it after each run."""
         self._saved = self.state_dict()
@@ -264,7 +281,7 @@ class MezzoPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, for a checkpoint of the Trainer's; after a run that of its end."""
         # Also while gradients wait for a step.
-        return self._saved if self.session is None else save(engine_of(self.session), self.policy, in_window=True)
+        return self._saved if self.session is None else save(engine_of(self.session), in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the session's state of a checkpoint of the Trainer's."""

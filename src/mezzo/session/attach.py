@@ -21,10 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo.backward import door, thread_owner
 from mezzo.cast import Prepared
+from mezzo.compiling import never_compiled
 from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
-from mezzo.interrupts import Members
+from mezzo.interrupts import Members, uninterrupted
 from mezzo.patches import patch
 from mezzo.policy import PolicyLike
 from mezzo.session import state_tree
@@ -165,16 +166,17 @@ class AttachedPrecision(MixedPrecision):
         self._schedules: _Schedules | None = None
         self._known_by: weakref.ref[AttachedPrecision] | None = None
         self._autograd_engine: Any = None  # autograd's entry as the session has bound it
+        self._calls: Calls | None = None
         super().__init__(subjects, optimizer_list, policy, **options)
         try:
             self._take_over(optimizer_list)
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                calls = Calls(
+                self._calls = Calls(
                     self._weights.models, self.policy, self.autocast, is_apart=lambda: self._engine.writes.is_stepping
                 )
-                self._undo.callback(calls.close)
+                self._undo.callback(self._calls.close)
             if "backward" in self._binds:
                 owner, name = door()
                 self._bind_torchs(owner, name, _run)
@@ -362,10 +364,25 @@ class AttachedPrecision(MixedPrecision):
             self._schedules.note(optimizers, step.skipped)
         return step
 
+    # Another policy -----------------------------------------------------------------------------------------
+
+    @never_compiled
+    def change(self, policy: PolicyLike) -> None:
+        """Change the policy from the next forward pass on: see :meth:`MixedPrecision.change`.
+
+        Gradients that are there stay: they are plain.
+        """
+        with uninterrupted():
+            try:
+                super().change(policy)
+            finally:
+                if self._calls is not None:  # hooks were put on the models anew, if it has raised too
+                    self._calls.change(self.policy)
+
     # State ------------------------------------------------------------------------------------------------
 
     def _carry(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
+        state_dict[CARRIED] = state_tree.save(self._engine, in_window=True)
 
     def resume(self, carried: Mapping[str, Any] | None) -> None:
         """Load the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.

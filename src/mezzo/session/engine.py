@@ -73,6 +73,7 @@ class Engine:
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
         has_door: Whether all backward passes of the process go through the session, which sees those inside of others.
         inner_scales: The loss scales of gradients that losses are computed from.
+        changes: How often the session's policy has changed.
         under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
 
@@ -96,6 +97,7 @@ class Engine:
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
         self.inner_scales = InnerScales(shared, scaler.config.interval)
         self._is_told = self._has_warned = self._has_warned_of_modules = False
+        self.changes = 0
         self.wrappers = Wrappers(ranks)
         self.plan_anew()
 
@@ -670,11 +672,12 @@ class Engine:
             return gradients
         back = inverse(scale)
         gradients = [g if g is None else times(back, g).to(g.dtype) for g in gradients]
-        dense_gradients = [g.detach() for g in gradients if g is not None and not is_batch_of_gradients(g)]
+        dense_gradients = [
+            sharded.local(g.detach()) for g in gradients if g is not None and not is_batch_of_gradients(g)
+        ]
         if dense_gradients:
-            self._note_inner(
-                [output.detach() for output in outputs if isinstance(output, Tensor)], dense_gradients, adapts=adapts
-            )
+            here = [sharded.local(output.detach()) for output in outputs if isinstance(output, Tensor)]
+            self._note_inner(here, dense_gradients, adapts=adapts)
         return gradients
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:

@@ -40,6 +40,7 @@ from mezzo.patches import Binding
 from mezzo.scale.state import inverse
 from mezzo.session.step_plan import StepPlan
 from mezzo.session.window import Window
+from mezzo.sharded import local
 from mezzo.tensors import LOW, moved
 
 R = TypeVar("R")
@@ -223,14 +224,20 @@ def run_pass(
         foreign = engine.foreign_leaves(walk.leaves)
         refuse_scaled(roots, foreign if inputs else (), creates_graph=creates_graph)
     for root in roots:
-        if isinstance(root, Tensor) and root.numel() == 1:
-            losses.append(root.detach().reshape(()))
+        if isinstance(root, Tensor):
+            losses += _judged(root)
     with SessionPass(engine, scale) as this:
         this.open(windows, losses, foreign)
         scaled_roots = list(roots)
         for number, root in enumerate(scaled_roots if scale is not None else ()):
             scaled_roots[number] = times(scale, root) if root.requires_grad else root
         return run(tuple(scaled_roots))
+
+
+def _judged(loss: Tensor) -> list[Tensor]:
+    """Return what a step asks of a loss, 0-d and detached, of a DTensor this rank's part; of many numbers nothing."""
+    here = local(loss.detach())
+    return [here.reshape(())] if here.numel() == 1 else []
 
 
 class SessionPass:
@@ -504,7 +511,7 @@ class _Entry(Function):
     def forward(ctx: Any, loss: Tensor, _: Tensor, engine: Opens, scale: Tensor | None) -> Tensor:
         """Return the loss. The empty leaf is reached by each pass without ``inputs=``."""
         ctx.engine, ctx.scale = engine, scale
-        ctx.losses = [loss.detach().reshape(())] if loss.numel() == 1 else []  # many numbers cannot be judged
+        ctx.losses = _judged(loss)
         return loss.view_as(loss)
 
     @staticmethod

@@ -140,11 +140,13 @@ class _CheckedOptimizer:
         optimizer: The optimizer.
         policy: The session's policy.
         names: The names of the models' parameters.
+        dtypes: The dtypes that these are going to have, where the session has the optimizer already; else ``None``.
     """
 
     optimizer: Optimizer
     policy: Policy
     names: dict[Tensor, str]
+    dtypes: Mapping[Tensor, torch.dtype] | None = None
 
     @property
     def class_name(self) -> str:
@@ -168,15 +170,21 @@ def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: 
         raise_together(unfit(model))
 
 
-def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
-    """Raise all that stands against optimizers that join a session.
+def check_optimizers(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    policy: Policy,
+    dtypes: Mapping[Tensor, torch.dtype] | None = None,
+) -> None:
+    """Raise all that stands against optimizers that join a session, or go on under another policy.
 
     Args:
         models: The session's.
-        optimizers: The new ones.
+        optimizers: The new ones; or the session's own.
         policy: The policy.
+        dtypes: Where they are the session's own: the dtypes that parameters are going to have under the policy.
     """
-    raise_together(_of_optimizers(models, optimizers, policy))
+    raise_together(_of_optimizers(models, optimizers, policy, dtypes))
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
@@ -199,12 +207,17 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
         )
 
 
-def _of_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> Iterator[MezzoError]:
+def _of_optimizers(
+    models: list[nn.Module],
+    optimizers: list[Optimizer],
+    policy: Policy,
+    dtypes: Mapping[Tensor, torch.dtype] | None = None,
+) -> Iterator[MezzoError]:
     if len(set(optimizers)) < len(optimizers):
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
     names = _names(models)
     for optimizer in optimizers:
-        checked = _CheckedOptimizer(optimizer, policy, names)
+        checked = _CheckedOptimizer(optimizer, policy, names, dtypes)
         for error_of in _REFUSALS:
             if (error := error_of(checked)) is not None:
                 yield error
@@ -233,7 +246,9 @@ def _meta_error(checked: _CheckedOptimizer) -> MezzoError | None:
 
 def _taken_error(checked: _CheckedOptimizer) -> MezzoError | None:
     hooks = step_hooks(checked.optimizer)
-    if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
+    if checked.dtypes is not None or not any(
+        is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks
+    ):
         return None
     return StateError(
         "the optimizer belongs to a session already",
@@ -290,7 +305,9 @@ def _low_alone_error(checked: _CheckedOptimizer) -> MezzoError | None:
     low_params = [
         param
         for param in checked.params
-        if param.dtype in LOW and param.requires_grad and not _is_ruled(checked.names[param], checked.policy)
+        if (checked.dtypes or {}).get(param, param.dtype) in LOW
+        and param.requires_grad
+        and not _is_ruled(checked.names[param], checked.policy)
     ]
     if not low_params:
         return None
@@ -313,7 +330,7 @@ def _held_state_error(checked: _CheckedOptimizer) -> MezzoError | None:
         return None
     if as_one_pass(checked.optimizer) is not None:  # whose moments keep their own dtype
         return None
-    held_state = _held_state(checked.optimizer, checked.names)
+    held_state = _held_state(checked.optimizer, checked.names, checked.dtypes)
     if not held_state:
         return None
     dtype = dtype_name(checked.policy.dtype)
@@ -326,20 +343,32 @@ def _held_state_error(checked: _CheckedOptimizer) -> MezzoError | None:
     )
 
 
-def _held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]:
+def _held_state(
+    optimizer: Optimizer, params: Mapping[Tensor, str], dtypes: Mapping[Tensor, torch.dtype] | None
+) -> list[str]:
     """Name the parameters for which an optimizer holds floating state of the parameter's shape, and at least its dtype.
 
     Args:
         optimizer: The optimizer.
         params: The names of the parameters in question.
+        dtypes: Where only state of another dtype than a parameter is going to have counts: these dtypes.
     """
+
+    def counts(param: Tensor, dtype: torch.dtype) -> bool:
+        if dtypes is not None:
+            return dtypes.get(param) in LOW and dtype != dtypes[param]
+        return param.dtype not in LOW or dtype == torch.float32
+
     return [
         name
         for param, name in params.items()
         if any(
-            isinstance(value, Tensor) and value.is_floating_point() and value.shape == param.shape and value.dim() > 0
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape == param.shape
+            and value.dim() > 0
+            and counts(param, value.dtype)
             for value in optimizer.state.get(param, {}).values()
-            if param.dtype not in LOW or getattr(value, "dtype", None) == torch.float32
         )
     ]
 

@@ -272,6 +272,16 @@ class StepAccount:
 
     # State ---------------------------------------------------------------------------------------------
 
+    def reconfigure(self, config: LossScale, scale: float) -> None:
+        """Count on under other rules; overflows in a row begin anew, and where the scale moved its extremes too.
+
+        Args:
+            config: The rules.
+            scale: The scale now.
+        """
+        state, self._config = self.state_dict(), config
+        self.load_state_dict(state, scale)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain values, waiting for what is on its way."""
         return asdict(self.stats())

@@ -118,8 +118,8 @@ class Weights:
         """Prepare optimizers to step: all run hooks, and mezzo's round the low weights of O3."""
         for optimizer in optimizers:
             complete(optimizer)
-        for optimizer in one_pass(optimizers) if self.are_low else ():
-            optimizer.rounds = True
+        for optimizer in one_pass(optimizers):
+            optimizer.rounds = self.are_low
             self._undo.callback(setattr, optimizer, "rounds", False)
 
     def replace_optimizers(self, optimizers: list[Optimizer]) -> None:

@@ -155,6 +155,11 @@ class Within:
         before = module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         self._handles = before, module.register_forward_hook(self.exit, always_call=True)
 
+    def begin(self, module: nn.Module) -> None:
+        """Hook a module, also once ended."""
+        self._has_ended = False
+        self.hook(module)
+
     def unhook(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:

@@ -33,7 +33,7 @@ from mezzo.policy.rules import both, exact, matches
 from mezzo.sharded import flags_of_all, is_distributed, local
 from mezzo.tensors import CASTABLE, LOW, dtype_name
 from mezzo.weights.halves import Halves
-from mezzo.weights.models import of_halves
+from mezzo.weights.models import Form, of_halves
 
 # The autograd nodes that add up a parameter's gradients, and whether anything but the parameter keeps one.
 
@@ -97,9 +97,20 @@ class Stored:
     halves: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
     plain: dict[Tensor, torch.dtype] = field(default_factory=dict)
 
+    def moves(self) -> dict[Tensor, Form]:
+        """Return the tensors that are stored otherwise now, each with the form that it is to have."""
+        forms: dict[Tensor, Form] = {tensor: Form(dtype, True) for tensor, dtype in self.halves.items()}
+        forms |= {tensor: Form(dtype, False) for tensor, dtype in self.plain.items()}
+        return {tensor: form for tensor, form in forms.items() if form != Form.of(tensor)}
+
 
 def wanted_storage(
-    model: nn.Module, policy: Policy, *, converts: bool = False, expects_session: bool = False
+    model: nn.Module,
+    policy: Policy,
+    *,
+    converts: bool = False,
+    expects_session: bool = False,
+    came_as: Mapping[Tensor, torch.dtype] | None = None,
 ) -> Stored:
     """Decide every tensor's storage, or raise all that stands against the decision.
 
@@ -108,8 +119,10 @@ def wanted_storage(
         policy: The policy.
         converts: Whether the decision is to be carried out: what stands against that is raised as well.
         expects_session: Whether a session is to find the model prepared, which it must be only once then.
+        came_as: The dtypes that the tensors of a prepared model had before; each gets a storage then, and whether that
+            loses values is asked by :func:`lost_by` alone.
     """
-    if (expects_session and preparations_in(model)) or _is_hooked(model):
+    if came_as is None and ((expects_session and preparations_in(model)) or _is_hooked(model)):
         raise StateError(
             "the model is prepared already",
             where=type(model).__name__,
@@ -134,27 +147,35 @@ def wanted_storage(
             )
         if tensor not in wanted or rule is not None:
             wanted[tensor], deciding[tensor] = dtype, (rule, path)
-    stored = _sorted(policy, wanted, {tensor: rule for tensor, (rule, _) in deciding.items()})
+    stored = _sorted(policy, wanted, {tensor: rule for tensor, (rule, _) in deciding.items()}, came_as)
     if converts:
         problems += sharded_otherwise(model, policy)
-        if not problems:
+        if not problems and came_as is None:
             problems += _cannot_convert(model, policy, stored)
     raise_together(problems)
     return stored
 
 
-def _sorted(policy: Policy, wanted: Mapping[Tensor, torch.dtype], rules: Mapping[Tensor, Rule | None]) -> Stored:
+def _sorted(
+    policy: Policy,
+    wanted: Mapping[Tensor, torch.dtype],
+    rules: Mapping[Tensor, Rule | None],
+    came_as: Mapping[Tensor, torch.dtype] | None,
+) -> Stored:
     """Split tensors into those to store in halves, and those to store plainly."""
     stored = Stored()
     for tensor, dtype in wanted.items():
+        before = tensor.dtype if came_as is None else came_as[tensor]
         rule = rules[tensor]
         by_name = rule is not None and rule.param is not None
         if policy.param_dtype != torch.float32:
             stored.plain[tensor] = dtype
         elif dtype in LOW and isinstance(tensor, nn.Parameter) and is_plain(tensor) and (by_name or is_large(tensor)):
             stored.halves[tensor] = dtype
-        elif tensor.dtype in LOW and (rule is not None or policy.halves):
+        elif before in LOW and (rule is not None or policy.halves):
             stored.plain[tensor] = torch.float32  # it came low; other policies leave a model as it came
+        elif came_as is not None:
+            stored.plain[tensor] = before
     return stored
 
 
@@ -324,6 +345,17 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
             where=some_of(with_gradients),
             write="optimizer.zero_grad(set_to_none=True) first",
         )
+
+
+def lost_by(model: nn.Module, stored: Stored) -> Iterator[MezzoError]:
+    """Yield an error if tensors of a model have finite values that another storage would make infinite.
+
+    **Cost**: a pass over what is stored otherwise then, a host sync, and an exchange of the ranks that hold shards.
+    """
+    names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    narrowed = {t: to.dtype for t, to in stored.moves().items() if to.dtype in LOW and not t.is_meta}
+    if narrowed and (lost := _lost(narrowed)):
+        yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
 
 
 def is_alone(tensor: Tensor) -> bool:

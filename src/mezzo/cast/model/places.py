@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from mezzo.tensors import CASTABLE, LOW, dtype_name
 
 #: What normalises by statistics of its input: batch norm and instance norm.
 NORM: Final = private("torch.nn.modules.batchnorm._NormBase")
+_NUMBERED: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -152,8 +154,14 @@ class RuledParams:
     memory: Memory | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, policy: Policy) -> RuledParams:
-        """Find the tensors of a model whose rule no module's rule covers."""
+    def of(cls, model: nn.Module, policy: Policy, *, gathers: bool = True) -> RuledParams:
+        """Find the tensors of a model whose rule no module's rule covers.
+
+        Args:
+            model: The model.
+            policy: The policy.
+            gathers: Whether :meth:`find_gathered` is called, in which every rank takes part.
+        """
         deciding = [
             (tensor, module, path.rpartition(".")[2], policy.storage(path, path.rpartition(".")[0])[1])
             for tensor, path, module in stored_tensors(model)
@@ -170,7 +178,8 @@ class RuledParams:
         named = [(owner, path, product_rule(path, policy)) for path, owner in factors]
         ruled_places += [(owner, path.rpartition(".")[2], rule.treatment) for owner, path, rule in named if rule]
         params = cls(tuple(ruled_places), memory=_memory(model, policy))
-        params.find_gathered(model)
+        if gathers:
+            params.find_gathered(model)
         return params
 
     def __len__(self) -> int:
@@ -225,18 +234,27 @@ def product_rule(path: str, policy: Policy) -> Rule | None:
     return None if stays else rule
 
 
+def _by_module(path: str, policy: Policy) -> set[Treatment]:
+    """Return the treatments of the products in a module."""
+    return {policy.explain(op, path or None).treatment for op in QUANTISABLE}
+
+
+def _quantised(path: str, by_module: set[Treatment], policy: Policy) -> set[Treatment]:
+    """Return in what below sixteen bits the products of a parameter are, if its rule or its module's says so."""
+    rule = product_rule(path, policy)
+    return ({rule.treatment} if rule else by_module) & {*QUANTISED}
+
+
 def _memory(model: nn.Module, policy: Policy) -> Memory | None:
     """Return what the products of a model remember, if a rule gives one a recipe that does."""
     weights, remembers = dict[str, tuple[nn.Module, str]](), False
     for path, module in model.named_modules():
-        by_module = {policy.explain(op, path or None).treatment for op in QUANTISABLE}
+        by_module = _by_module(path, policy)
         for name, param in module._parameters.items():
             if param is None or param.dim() < 2:
                 continue
             full_path = f"{path}.{name}" if path else name
-            rule = product_rule(full_path, policy)
-            quantised = {*([rule.treatment] if rule else by_module)} & {*QUANTISED}
-            recipes = [recipe_of(policy, treatment) for treatment in quantised]
+            recipes = [recipe_of(policy, treatment) for treatment in _quantised(full_path, by_module, policy)]
             remembers |= any(recipe.remembers for recipe in recipes)
             if any(recipe.delayed for recipe in recipes):
                 weights[full_path] = module, name
@@ -247,7 +265,8 @@ def _memory(model: nn.Module, policy: Policy) -> Memory | None:
 
 
 def sharded_otherwise(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
-    """Yield what ``fully_shard`` did to a model that does not go with a policy."""
+    """Yield what ``fully_shard`` or tensor parallelism did to a model that does not go with a policy."""
+    yield from _cut_below_sixteen(model, policy)
     parts: dict[Tensor, Shard] = {part.param: part for part in sharded.shards(model)}
     if not parts:
         return
@@ -279,4 +298,25 @@ def sharded_otherwise(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
             where=some_of(alone),
             why="no module that was given to fully_shard holds them, so that ranks would drift apart",
             write="fully_shard(model) last, after that of the modules inside it: it takes all that are left",
+        )
+
+
+def _cut_below_sixteen(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
+    """Refuse products below sixteen bits of weights that tensor parallelism has cut, or copied as DTensors."""
+    if not any(rule.treatment in QUANTISED for rule in policy.rules) or not (cut := sharded.cut_by_others(model)):
+        return
+    names = [
+        path
+        for param, path, _ in stored_tensors(model)
+        if param in cut and param.dim() > 1 and _quantised(path, _by_module(path.rpartition(".")[0], policy), policy)
+    ]
+    if names:
+        # One glob for the same layer of every block.
+        globs = dict.fromkeys(_NUMBERED.sub("*", exact(name.rpartition(".")[0])) for name in names)
+        stays_low = "+".join(f"{op}@{glob}" for glob in globs for op in QUANTISABLE)
+        yield UnsupportedError(
+            "products below sixteen bits of weights that tensor parallelism has cut",
+            where=some_of(names),
+            why="each rank would scale its own part by that part's largest value",
+            write=f"rules for other modules; or low={stays_low} before them",
         )

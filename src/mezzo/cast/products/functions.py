@@ -16,6 +16,7 @@ from mezzo.cast.products.operands import Quantiser
 from mezzo.cast.products.recipes import Recipe
 from mezzo.compiling import never_compiled
 from mezzo.dispatch import DisableTorchFunction, is_transformed
+from mezzo.sharded import is_distributed
 
 
 class Operands(NamedTuple):
@@ -58,6 +59,8 @@ def operands_or_reason(op: str, args: Sequence[Any], kwargs: dict[str, Any], mul
         return "no operand is a parameter"
     if second.dim() != 2 or first.dim() < 1 or (is_turned and (first.dim() != 2 or op == "addmm")):
         return "it is no product of a matrix with a weight"
+    if is_distributed(first) or is_distributed(second):
+        return "tensor parallelism has cut an operand"
     operands = _arranged(op, named, is_turned=is_turned)
     sizes = {
         "rows": math.prod(operands.x.shape[:-1]), "features in": operands.weight.shape[1],
