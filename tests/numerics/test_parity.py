@@ -67,7 +67,7 @@ def distance_by_hand(first, second, fmt=BF16):
         abs(one - two) / fmt.spacing(max(-fmt.max, min(one, fmt.max)))
         for one, two in zip(first.double().flatten().tolist(), second.double().flatten().tolist(), strict=True)
     ]
-    return max(steps), sum(steps) / len(steps), sum(step > 0 for step in steps) / len(steps)
+    return max(steps), *(sum(values) / len(steps) for values in (steps, [s > 0 for s in steps], [s > 1 for s in steps]))
 
 
 # What is measured -----------------------------------------------------------------------------------------
@@ -82,7 +82,9 @@ def test_distances_are_counted_in_spacings_at_the_first_models_values(fmt):
     second = first * (1 + torch.randn(503) * 2.0**-6)
     second[::5] = first[::5]
     result = Distance.of(measured(first, second, fmt).tolist(), first.shape)
-    assert (result.largest, result.mean, result.share) == pytest.approx(distance_by_hand(first, second, fmt), rel=1e-12)
+    assert (result.largest, result.mean, result.share, result.beyond) == pytest.approx(
+        distance_by_hand(first, second, fmt), rel=1e-12
+    )
     steps = (first - second).abs().double() / fmt.spacings(first.clamp(-fmt.max, fmt.max))
     assert result.at == (steps.argmax().item(),)
 
@@ -92,7 +94,7 @@ def test_what_is_not_finite_is_equal_to_itself_alone():
     first = torch.tensor([[inf, -inf, nan], [1.0, inf, nan], [1.0, 2.0, 3.0]])
     second = torch.tensor([[inf, -inf, nan], [inf, -inf, 0.0], [1.0, 2.0, 3.0 + 2.0**-6]])
     result = Distance.of(measured(first, second, BF16).tolist(), first.shape)
-    assert result == Distance(largest=inf, mean=1 / 9, share=4 / 9, at=(1, 0), not_finite=(2, 2))
+    assert result == Distance(largest=inf, mean=1 / 9, share=4 / 9, beyond=3 / 9, at=(1, 0), not_finite=(2, 2))
 
 
 def test_integers_complex_numbers_and_nothing():
@@ -157,7 +159,7 @@ def test_a_moved_weight_is_found_in_its_module(name, spacings):
         ]
     one, two = ((y if isinstance(y, torch.Tensor) else y[0]).detach() for y in outputs)
     now = result.first.by_itself
-    assert (now.largest, now.mean, now.share) == pytest.approx(distance_by_hand(one, two), rel=1e-9)
+    assert (now.largest, now.mean, now.share, now.beyond) == pytest.approx(distance_by_hand(one, two), rel=1e-9)
     assert result.first.in_all == now
 
 

@@ -16,7 +16,7 @@ from mezzo.sharded import local
 #: Elements that are compared at a time, to bound the float64 scratch memory.
 CHUNK: Final = 1 << 21
 #: What :func:`measured` returns, in this order.
-_NUMBERS: Final = 6
+_NUMBERS: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class Distance:
         largest: The largest distance; infinite where one of two elements is finite and the other not.
         mean: The mean over all elements, of those that are finite in both.
         share: The share of elements that differ, from 0 to 1.
+        beyond: The share of those that are more than one spacing apart. Numbers near zero have small spacings, so that
+            the largest distance and the mean may be theirs alone.
         at: The index of the largest.
         not_finite: How many elements differ and are not finite, in the first tensor and in the second.
     """
@@ -37,6 +39,7 @@ class Distance:
     largest: float
     mean: float
     share: float
+    beyond: float
     at: tuple[int, ...]
     not_finite: tuple[int, int]
 
@@ -53,7 +56,7 @@ class Distance:
             numbers: Its numbers, on the host.
             shape: The shape of the tensors.
         """
-        largest, total, count, index, *not_finite = numbers
+        largest, total, count, index, num_beyond, *not_finite = numbers
         position, at = int(index), list[int]()
         for size in reversed(shape):
             position, remainder = divmod(position, max(size, 1))
@@ -63,6 +66,7 @@ class Distance:
             largest=largest,
             mean=total / elements,
             share=count / elements,
+            beyond=num_beyond / elements,
             at=tuple(at),
             not_finite=(int(not_finite[0]), int(not_finite[1])),
         )
@@ -94,7 +98,9 @@ def measured(first: Tensor, second: Tensor, spacing: Format) -> Tensor:
         total = torch.where(are_finite & differs, steps, 0.0).sum()
         steps = torch.where(are_finite, steps, torch.inf).masked_fill_(~differs, 0.0)
         largest, index = steps.max(0)
-        row = [largest, total, differs.sum(), index + start, (differs & ~a_finite).sum(), (differs & ~b_finite).sum()]
+        counts = differs, steps > 1.0, differs & ~a_finite, differs & ~b_finite
+        num_differing, *more = (flags.sum() for flags in counts)
+        row = [largest, total, num_differing, index + start, *more]
         now = torch.stack([number.double() for number in row])
         merged = result + now
         merged[0], merged[3] = torch.where(now[0] > result[0], now[[0, 3]], result[[0, 3]])

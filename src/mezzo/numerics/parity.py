@@ -95,14 +95,18 @@ class Parity:
     def __str__(self) -> str:
         lines = [f"{self._headline()}{self._of_tokens()}"]
         shown_rows = [row for row in self.rows if row.by_itself.differs]
-        widest = sorted(shown_rows, key=lambda row: -row.by_itself.mean)[: _MOST_ROWS - len(self.unmatched[:1])]
-        table: list[tuple[str, ...]] = [("module", "class", "by itself", "mean", "in all", "mean", "dtypes")]
+        widest = sorted(shown_rows, key=lambda row: (row != self.first, -row.by_itself.beyond))[
+            : _MOST_ROWS - len(self.unmatched[:1])
+        ]
+        table: list[tuple[str, ...]] = [("module", "class", "by itself", "beyond 1", "in all", "beyond 1", "dtypes")]
         for row in self.rows:
             if row in widest:
-                numbers = (row.by_itself.largest, row.by_itself.mean, row.in_all.largest, row.in_all.mean)
+                cells = [
+                    cell for one in (row.by_itself, row.in_all) for cell in (f"{one.largest:.3g}", f"{one.beyond:.2%}")
+                ]
                 name = row.name if row.before is None else f"{row.name}, before {row.before}"
                 dtypes = row.dtypes[0] if len({*row.dtypes}) == 1 else " | ".join(row.dtypes)
-                table.append((printable(name), row.type, *(f"{number:.3g}" for number in numbers), dtypes))
+                table.append((printable(name), row.type, *cells, dtypes))
         if len(table) > 1:
             widths = [max(map(len, column)) for column in zip(*table, strict=True)]
             lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
