@@ -33,7 +33,7 @@ from mezzo.numerics.side_by_side import (
 from mezzo.policy import Policy, PolicyLike
 from mezzo.policy.rules import as_named, lies_in
 from mezzo.tensors import dtype_name
-from mezzo.trace.sandbox import RandomStates, copied, devices_of, require_python, untouched
+from mezzo.trace.sandbox import copied, devices_of, require_python, untouched
 from mezzo.weights.exports import unwrapped
 
 #: Rows of the table that :meth:`Parity.__str__` writes.
@@ -153,8 +153,8 @@ def parity(
     itself*: ``model_b`` runs a second time, and every module reads and hands on what ``model_a``'s did, rounded to the
     dtype in which it had it. A module with a distance by itself is where to look; one that only inherits is none.
 
-    Both run in evaluation mode without gradients, from the same random states, uncompiled; modes, buffers, gradients
-    and random states are put back.
+    Both run in evaluation mode without gradients, from the same random states and buffers, uncompiled; modes,
+    buffers, gradients and random states are put back.
 
     Args:
         model_a: The model that is the measure.
@@ -199,14 +199,14 @@ def parity(
         regions = [
             stack.enter_context(side.under(policy)) for side, policy in zip(sides, (policy_a, policy_b), strict=True)
         ]
-        stack.enter_context(untouched([side.model for side in sides]))
         stack.enter_context(_evaluating([side.model for side in sides]))
-        stack.enter_context(torch.no_grad())
-        states = RandomStates.now(devices_of([side.model for side in sides]))
         calls: dict[Key, ModuleCall] = {}
         in_all, apart = SecondPass(calls, unit), ByItselfPass(calls, unit)
         passes = (FirstPass(calls), sides[0], regions[0]), (in_all, sides[1], regions[1]), (apart, sides[1], regions[1])
-        outputs = [watch.run(side.model, side.paths, region, batch, states) for watch, side, region in passes]
+        outputs = []
+        for watch, side, region in passes:  # each from the same random states and buffers
+            with untouched([side.model]), torch.no_grad():
+                outputs.append(watch.run(side.model, side.paths, region, batch))
         of_tokens = None if tokens is None else _of_tokens(outputs[0], outputs[1], tokens)
         return _result(sides, calls, in_all, apart, of_tokens)
 

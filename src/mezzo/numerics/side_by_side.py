@@ -19,7 +19,6 @@ from mezzo.formats import Format
 from mezzo.numerics.distances import Distance, is_comparable, measured
 from mezzo.sharded import reshard, units
 from mezzo.tensors import LOW, dtype_name, each_tensor, mapped, mark
-from mezzo.trace.sandbox import RandomStates
 
 #: A module's path, and which of its calls it was.
 Key: TypeAlias = tuple[str, int]
@@ -87,7 +86,6 @@ class ForwardPass:
         paths: Mapping[nn.Module, str],
         region: Callable[[], AbstractContextManager[Any]],
         batch: tuple[tuple[Any, ...], dict[str, Any]],
-        states: RandomStates,
     ) -> Any:
         """Return what a model returns under the watch.
 
@@ -96,9 +94,7 @@ class ForwardPass:
             paths: The path of each module to watch.
             region: Makes the region that it runs in.
             batch: Arguments and keyword arguments; the model gets copies.
-            states: The random states to begin from.
         """
-        states.restore()
         args, kwargs = copied_inputs(batch)
         self._paths |= paths
         with ExitStack() as stack:
