@@ -264,6 +264,21 @@ def placements() -> str:
     return "\n".join([*lines, "", f"{where(result)}; BF16, size {result['size']}; {what}. {so}, three seeds."])
 
 
+def rollouts() -> str:
+    """The table of the newest ``benchmarks/rollout.py``: log-probabilities of trainer and engine."""
+    result = newest("rollout-cpu-*.json")
+    lines = ["| trainer | engine | mean | largest | KL | 95 % of ratios below |", "|---|---|---:|---:|---:|---:|"]
+    for row in sorted(result["rows"], key=lambda row: row["policy"] == "the engine"):
+        trainer = row["policy"] if row["policy"] == "the engine" else f"`{row['policy']}`"
+        cells = [f"{row[name]:.2g}" for name in ("mean", "largest", "kl")]
+        lines.append(f"| {trainer} | {row['engine']} | {' | '.join(cells)} | {row['ratio_p95']:.4f} |")
+    what = f"{counted(result['seeds'], 'seed')}, {result['steps']} steps, {result['rows'][0]['tokens']:,} tokens a row"
+    about = (
+        "distances of log-probabilities; the last rows are engines that score whole texts, against their own sampling"
+    )
+    return "\n".join([*lines, "", f"{what}: {about}. {where(result)} (`benchmarks/rollout.py`)."])
+
+
 #: By page: what stands between its markers.
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
@@ -284,6 +299,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "without": suite.without,
         },
         "docs/memory.md": {"memory": kept, "saved": saved, "moments": moments},
+        "docs/rollouts.md": {"rollouts": rollouts},
         "docs/policy.md": {
             "fields": vocabulary.policy_fields,
             "levels": vocabulary.levels,
