@@ -225,9 +225,8 @@ def _logits(seen: Asked) -> Iterator[Finding]:
         return
     first = max(logits, key=lambda account: seen.num_bytes([account])).cast
     op = "" if first.call.hidden else first.call.op
-    write = "the loss in chunks of rows, for part in hidden.split(1024), which holds a part of the logits at a time"
-    if hasattr(torch.nn.functional, "linear_cross_entropy"):
-        write = f"torch.nn.functional.linear_cross_entropy, which never holds all logits; or {write}"
+    # Torch's linear_cross_entropy holds all logits without options, and what autograd keeps of chunks is all of them.
+    write = "the loss of rows in chunks, for part in hidden.split(1024), each in a torch.utils.checkpoint of its own"
     cost = f"{byte_text(size)}, {share_text(size, total)} of what all casts read and write"
     text = f"the cast of the logits to FP32, and of their gradient back, takes {cost}: write {write}"
     yield Finding(kind="logits", where=location_text(first.module, op, first.call.line).rstrip(), text=text)
