@@ -216,7 +216,7 @@ class PolicyMode(TorchFunctionMode):
             if instead is not None:
                 handler = next(answer for answer in handler.answers if answer.treatment == instead.treatment)
             elif handler.treatment == "native" and handler.written == "left":
-                return _run_plain(here, func, args, kwargs)
+                handler = None
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -301,7 +301,8 @@ def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
     if (handler := here.handlers.get(func)) is not None:
         if not handler.asks or handler.treatment != "native" or handler.written != "left":
             return False
-        return BY_ARGUMENTS[handler.op](args, kwargs) is None
+        if BY_ARGUMENTS[handler.op](args, kwargs) is not None:
+            return False
     return not (func in here.opened or func in DIFFERENTIATE or type(func) in _OPERATORS)
 
 
