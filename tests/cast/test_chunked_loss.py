@@ -377,11 +377,11 @@ def test_torchs_chunks_take_few_arguments_and_warn_of_nothing():
 
 
 @has_torchs
-def test_a_rule_on_the_parts_holds_inside():
-    policy = "O1,bf16,emulate=true,fp32=linear"
-    with mezzo.autocast(policy, "cpu"):
+@pytest.mark.parametrize("how", [{}, {"options": OPTIONS and OPTIONS(batch_chunk_size=32, chunking_method=None)}])
+def test_a_rule_on_the_parts_holds_inside(how):
+    with seeded(1), mezzo.autocast("O1,bf16,emulate=true,fp32=linear", "cpu"):
         hidden, head = torch.randn(70, 16, requires_grad=True), nn.Linear(16, 24)
-        loss = by_torch(hidden, head, targets(70))
+        loss = TORCHS(hidden, head.weight, targets(70), linear_bias=head.bias, **how)
     torch.testing.assert_close(loss, two_calls(hidden, head, targets(70)), rtol=1e-6, atol=0)
 
 

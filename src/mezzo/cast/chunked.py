@@ -15,7 +15,8 @@ from mezzo.compiling import is_scripted
 from mezzo.dispatch import is_transformed
 from mezzo.errors import PolicyError, shown, unknown_word
 
-_ROWS: Final = 1024
+#: The rows of a chunk, where nobody says how many.
+ROWS: Final = 1024
 _REDUCTIONS: Final = ("mean", "sum", "none")
 #: Chunks have a multiple of so many rows, which products below sixteen bits ask for.
 _ALIGNED: Final = 32
@@ -31,7 +32,7 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    rows: int = _ROWS,
+    rows: int = ROWS,
 ) -> Tensor:
     """Return the cross entropy of a linear layer's outputs, without ever holding all of them.
 
@@ -163,7 +164,7 @@ def _in_chunks(args: Any, kwargs: Any) -> Instead | None:
 
     def run() -> Any:
         return linear_cross_entropy(
-            **named, ignore_index=-100 if index is None else index, rows=options.batch_chunk_size or _ROWS
+            **named, ignore_index=-100 if index is None else index, rows=options.batch_chunk_size or ROWS
         )
 
     return Instead("native", "its chunks of rows are recomputed, each op under the policy", run)
