@@ -41,7 +41,7 @@ FAULTS = (
         ("explain: a loss in chunks is told to be one", "if more or rows <= _FEWEST", "if rows <= _FEWEST",
          "tests/explanation/test_logits.py::test_after_the_cure_there_is_none",
          "the cure would not end the finding"),
-        ("explain: logits need not be the largest", "max(in_forward) <= max(others, default=0)", "False",
+        ("explain: logits need not be the largest", "max(in_forward) <= max(beside, default=0)", "False",
          "tests/explanation/test_logits.py::test_what_is_no_large_logits_is_no_finding",
          "a classifier would be told of logits that are small"),
         ("explain: any logits are large", "_LARGE_SHARE: Final = 0.25", "_LARGE_SHARE: Final = 0",

@@ -13,7 +13,8 @@ from mezzo.cast.arguments import BY_ARGUMENTS, Instead
 from mezzo.cast.region import checkpoint_contexts
 from mezzo.compiling import is_scripted
 from mezzo.dispatch import is_transformed
-from mezzo.errors import PolicyError, shown, unknown_word
+from mezzo.errors import PolicyError, StateError, shown, unknown_word
+from mezzo.sharded import is_distributed
 
 #: The rows of a chunk, where nobody says how many.
 ROWS: Final = 1024
@@ -60,6 +61,7 @@ def linear_cross_entropy(
 
     Raises:
         PolicyError: Shapes that do not fit, another reduction, or no row in a chunk.
+        StateError: A weight that is not gathered.
 
     **Cost**: memory for ``rows`` × classes logits some three times over, and the layer's product once more. Under O1
     and O2 the gradient of the weight is FP32. No host sync.
@@ -124,6 +126,12 @@ def _check(
         raise unknown_word("reduction", reduction, _REDUCTIONS)
     if type(rows) is not int or rows < 1:
         raise PolicyError(f"a chunk has {shown(rows)} rows", why="it is a count from 1", write="rows=1024")
+    if is_distributed(linear_weight) and not is_distributed(input):
+        raise StateError(
+            "linear_weight is a part of a weight, and input is whole",
+            why="it is gathered while the module that owns it runs",
+            write="the same call, in the forward of the module that owns the head",
+        )
     shapes = {"input": input.shape, "linear_weight": linear_weight.shape, "target": target.shape}
     *leading, features = input.shape or (None,)
     classes = linear_weight.shape[0] if linear_weight.dim() == 2 else None
@@ -163,9 +171,10 @@ def _in_chunks(args: Any, kwargs: Any) -> Instead | None:
         return None
 
     def run() -> Any:
-        return linear_cross_entropy(
-            **named, ignore_index=-100 if index is None else index, rows=options.batch_chunk_size or ROWS
-        )
+        classes, features = named["linear_weight"].shape
+        like_input = -(-len(named["input"]) // max(1, classes // max(1, features)))  # torch's: logits as large as rows
+        rows = options.batch_chunk_size or max(1, like_input)
+        return linear_cross_entropy(**named, ignore_index=-100 if index is None else index, rows=rows)
 
     return Instead("native", "its chunks of rows are recomputed, each op under the policy", run)
 

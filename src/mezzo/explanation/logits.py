@@ -34,10 +34,10 @@ def logits(table: WatchedPass) -> Iterator[Finding]:
         *_, classes = shape = loss.reads[0].shape
         rows = math.prod(shape) // max(1, classes)
         of_logits, _ = _bytes(table, shape)
-        in_forward, others = _bytes(table, shape, forward=True)
-        if more or rows <= _FEWEST or sum(in_forward) < _LARGE_SHARE * (sum(in_forward) + sum(others)):
+        in_forward, beside = _bytes(table, shape, forward=True)
+        if more or rows <= _FEWEST or sum(in_forward) < _LARGE_SHARE * (sum(in_forward) + sum(beside)):
             continue
-        if max(in_forward) <= max(others, default=0):
+        if max(in_forward) <= max(beside, default=0):
             continue
         fewer = max(_FEWEST, 1 << (rows // 4).bit_length() - 1)
         size, argument = (ROWS, "") if rows > ROWS else (fewer, f", rows={fewer}")
@@ -98,5 +98,5 @@ def _bytes(table: WatchedPass, shape: tuple[int, ...], *, forward: bool = False)
             is_alike = value.shape[-1:] == shape[-1:] and math.prod(value.shape) == math.prod(shape)
             _, most = sizes.get(value.memory, (False, 0))
             sizes[value.memory] = is_alike, max(most, math.prod(value.shape) * value.dtype.itemsize)
-    of_logits, others = ([size for is_alike, size in sizes.values() if is_alike == alike] for alike in (True, False))
-    return of_logits, others
+    alike, beside = ([size for is_alike, size in sizes.values() if is_alike == wanted] for wanted in (True, False))
+    return alike, beside
