@@ -772,7 +772,7 @@ def test_an_environment_that_is_put_back_does_not_take_the_limit_away():
 
         probing.ISA_LIMIT = "SSE41"  # under which it offers no bfloat16
         claim = probing.Claim(has=("it",), words="it has it")
-        dead = probing.FormatSupport.alike("dead", "as told", claim=claim, is_cured=True)
+        dead = probing.FormatSupport.same_for_all("dead", "as told", claim=claim, is_cured=True)
         formats = dict.fromkeys(probing.FORMATS, dead)
         decide._reports["cpu"] = probing.DeviceReport(
             device_type="cpu", name="a CPU", formats=formats, needs_isa_limit=True

@@ -95,8 +95,8 @@ def attach(
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"the accelerator is {shown(accelerator)}", write=_ORDER)
     refuse(accelerator)
-    asked = None if policy is None else Policy.of(policy)
-    return AcceleratedPrecision(accelerator, models, optimizers, asked, on_overflow=on_overflow)
+    given_policy = None if policy is None else Policy.of(policy)
+    return AcceleratedPrecision(accelerator, models, optimizers, given_policy, on_overflow=on_overflow)
 
 
 def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:
@@ -218,7 +218,7 @@ class _AcceleratorsScaler(SessionScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, also while gradients wait for a step."""
-        return {} if self.amp.is_closed else save(engine_of(self.amp), self.amp.policy, in_window=True)
+        return {} if self.amp.is_closed else save(engine_of(self.amp), in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a session's state, or another scaler's."""

@@ -16,6 +16,7 @@ from mezzo.cast import Prepared, autocast, prepare
 from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
+from mezzo.interrupts import uninterrupted
 from mezzo.patches import Binding
 from mezzo.policy import Policy, PolicyLike
 from mezzo.session.attach import AttachedPrecision
@@ -159,6 +160,22 @@ class MezzoPrecision(Precision):
         self.session = session_class(list(self._converted), optimizers, self.policy, **self._options)
         self._num_skipped = None
 
+    def change(self, policy: PolicyLike) -> None:
+        """Change the policy, between two steps: see :meth:`mezzo.MixedPrecision.change`.
+
+        Raises:
+            StateError: There is no session; or as there.
+            MezzoError: As there. Whatever is raised, the former policy is in force.
+        """
+        session = self._require_session()
+        with uninterrupted():
+            try:
+                session.change(policy)
+            finally:
+                self.policy = session.policy
+                if self._calls is not None:
+                    self._calls.change(self.policy)
+
     def teardown(self) -> None:
         """End the session, and give models their FP32 weights back; the Trainer asks for it after each run."""
         self._saved = self.state_dict()
@@ -202,19 +219,19 @@ class MezzoPrecision(Precision):
         return data if is_plain else given_out(data, torch.float32)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Call the Trainer's hooks."""
+        """Call the Trainer's hooks before a backward pass."""
         return super().pre_backward(tensor, module) if _is_the_trainers(module) else tensor
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a scaled loss, whose gradients are plain in the end."""
-        scaled = engine_of(self._open()).scale(tensor) if self._converted else tensor
+        scaled = engine_of(self._require_session()).scale(tensor) if self._converted else tensor
         if _is_the_trainers(model):
             super().backward(scaled, model, *args, **kwargs)
         else:
             scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Call the Trainer's hooks."""
+        """Call the Trainer's hooks after a backward pass."""
         return super().post_backward(tensor, module) if _is_the_trainers(module) else tensor
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
@@ -227,13 +244,13 @@ class MezzoPrecision(Precision):
         else:
             result = closure()
             optimizer.step(**kwargs)
-        model.log_dict(self._told())
+        model.log_dict(self._logged_metrics())
         return result
 
-    def _told(self) -> dict[str, Any]:
-        """Return what the Trainer logs after each step, which does not wait for the device."""
-        session = self._open()
-        if self._num_skipped is None:  # before, or in a checkpoint
+    def _logged_metrics(self) -> dict[str, Any]:
+        """Return what the Trainer logs after each step; only the first call of a session waits for the device."""
+        session = self._require_session()
+        if self._num_skipped is None:  # the session's first step: those before a checkpoint count too
             self._num_skipped = session.loss_scale.new_tensor(session.stats().skipped)
         elif session.last_step is not None:
             self._num_skipped = self._num_skipped + session.last_step.skipped
@@ -247,10 +264,10 @@ class MezzoPrecision(Precision):
 
         **Cost**: waits for the device.
         """
-        session = self._open()
+        session = self._require_session()
         return {"mezzo/scale": float(session.loss_scale), "mezzo/skipped": session.stats().skipped}
 
-    def _open(self) -> AttachedPrecision:
+    def _require_session(self) -> AttachedPrecision:
         if self.session is None:
             raise StateError(
                 "there is no session",
@@ -264,7 +281,7 @@ class MezzoPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, for a checkpoint of the Trainer's; after a run that of its end."""
         # Also while gradients wait for a step.
-        return self._saved if self.session is None else save(engine_of(self.session), self.policy, in_window=True)
+        return self._saved if self.session is None else save(engine_of(self.session), in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the session's state of a checkpoint of the Trainer's."""

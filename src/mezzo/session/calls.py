@@ -65,13 +65,14 @@ class Calls:
         methods: bool = True,
     ) -> None:
         self._region, self._is_apart = region, is_apart
-        self._gives_out = policy.output_dtype or torch.float32
-        self._autocasts = policy.casts
+        self._finds: list[Callable[[], None]] = []  # what the policy's hooks are to each method
+        self._set(policy)
         self._here, self._is_over = _Thread(), False
         self._plain = set[Callable[..., Any]]()  # methods whose last call in a forward pass has entered no region
         self._own: list[Mapping[str, Tensor | None]] = []  # parameters and buffers, as the modules have them
-        self._has_unhooked = False  # whether hooks by which modules entered the region were removed
+        self._unhooked: list[tuple[Within, nn.Module]] = []  # whose hooks, by which modules enter the region, are off
         self._undo = ExitStack()
+        self._undo.callback(self._hook_again)
         self._undo.callback(self._forget_compiled)
         for model in models:
             root = model.module if isinstance(model, DistributedDataParallel) else model
@@ -80,23 +81,50 @@ class Calls:
                 if isinstance(module, nn.ModuleList | nn.ModuleDict):
                     continue  # which is no function
                 for name in methods_of(type(module)) if methods else ["forward"]:
-                    call = self._around(getattr(module, name), module, is_root=module is root, name=name)
+                    call = self._replacement(getattr(module, name), module, is_root=module is root, name=name)
                     self._undo.callback(patch(module, name, types.MethodType(call, module)))
         self._forget_compiled()
 
+    def _set(self, policy: Policy) -> None:
+        self._gives_out = policy.output_dtype or torch.float32
+        self._autocasts = policy.casts
+
+    def change(self, policy: Policy) -> None:
+        """Run calls as another policy says, once it is carried out on the models; methods stay bound as they are."""
+        self._set(policy)
+        self._hook_again()
+        for look in self._finds:
+            look()
+
+    def _hook_again(self) -> None:
+        for region_hook, module in self._unhooked:
+            region_hook.hook(module)
+        self._unhooked.clear()
+
     def _forget_compiled(self) -> None:
-        if self._has_unhooked:
+        if self._unhooked:
             forget_compiled()
 
-    def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str) -> Callable[..., Any]:
+    def _replacement(
+        self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str
+    ) -> Callable[..., Any]:
         is_call = _always if name == "forward" else self._has_outside_tensor
-        region_hook, output_hook = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
-        unhooked = region_hook if name == "forward" and region_hook is not None and not region_hook.is_own else None
-        if unhooked is not None:
-            unhooked.unhook()  # a call enters the region once, here
-            self._has_unhooked = True
-            self._undo.callback(unhooked.hook, module)
+        region_hook: Within | None = None
+        output_hook: GivesOut | None = None
+        unhooked: Within | None = None
         here = self._here
+
+        def look() -> None:
+            nonlocal region_hook, output_hook, unhooked
+            region_hook = _owner(module._forward_pre_hooks, Within)
+            output_hook = _owner(module._forward_hooks, GivesOut)
+            unhooked = region_hook if name == "forward" and region_hook is not None and not region_hook.is_own else None
+            if unhooked is not None:
+                unhooked.unhook()  # a call enters the region once, here
+                self._unhooked.append((unhooked, module))
+
+        look()
+        self._finds.append(look)
 
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():

@@ -18,6 +18,7 @@ from mezzo.patches import Binding
 from mezzo.policy import Policy, PolicyLike
 from mezzo.scale.device_state import Scaler
 from mezzo.session import state_tree
+from mezzo.session.change import change
 from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
@@ -34,7 +35,7 @@ from mezzo.session.refusals import (
 from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.weights import Weights, handles_of
-from mezzo.session.writers import guarded
+from mezzo.session.writers import refuse_unknown_steps
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -103,21 +104,21 @@ class MixedPrecision:
     ) -> None:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
         subjects, optimizer_list = models_and_optimizers(models, optimizers)
-        trained, handles, self._policy = handles_of(subjects, policy)
-        check_session(trained, optimizer_list, self._policy)
+        trained, handles, chosen_policy = handles_of(subjects, policy)
+        check_session(trained, optimizer_list, chosen_policy)
         ranks = Ranks.of(process_group)
-        self._is_closed = False
+        self._is_closed = self._retains = False
         self._undo = contextlib.ExitStack()
-        self._weights = Weights(trained, optimizer_list, self._policy, handles)
+        self._weights = Weights(trained, optimizer_list, chosen_policy, handles)
         self._weights.convert()
         self._undo.callback(self._weights.undo)
         try:
-            scaler = Scaler(self._policy.loss_scale, next(self._weights.updated()).device, shared)
+            scaler = Scaler(chosen_policy.loss_scale, next(self._weights.updated()).device, shared)
             self._engine = Engine(self._weights, scaler, ranks, max_grad_norm, plain=self._plain)
             for undo in (
                 *self._engine.watch(optimizer_list),
                 *self._engine.watch_models(),
-                guarded(self._engine.writes),
+                refuse_unknown_steps(self._engine.writes),
             ):
                 self._undo.callback(undo)
             self._engine.plan_anew()  # told of its own hooks
@@ -130,8 +131,7 @@ class MixedPrecision:
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)
-            if scaler.changes_gradients:
-                self._names.callback(Binding.join(Tensor, "retain_grad", weakref.ref(self), retaining))
+            self._bind_retaining()
         except BaseException:
             self._undo.close()
             raise
@@ -154,6 +154,12 @@ class MixedPrecision:
         if name in vars(owner):
             self._names.callback(Binding.join(owner, name, weakref.ref(self), call))
 
+    def _bind_retaining(self) -> None:
+        """Bind ``retain_grad``, which returns gradients without the scale, where they carry one."""
+        if self._engine.scaler.changes_gradients and not self._retains:
+            self._retains = True
+            self._names.callback(Binding.join(Tensor, "retain_grad", weakref.ref(self), retaining))
+
     def _require_open(self, call: str) -> None:
         if self._is_closed:
             raise StateError(
@@ -172,7 +178,7 @@ class MixedPrecision:
     @property
     def policy(self) -> Policy:
         """The policy."""
-        return self._policy
+        return self._weights.policy
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -376,6 +382,45 @@ class MixedPrecision:
         self._engine.writes.require_whole()
         self._engine.clear(set_to_none)
 
+    # Another policy -------------------------------------------------------------------------------------
+
+    @never_compiled
+    def change(self, policy: PolicyLike) -> None:
+        """Change the policy from the next forward pass on: level, dtype, rules, recipes, loss scale.
+
+        Weights keep their FP32 values, bit for bit (halves in FP16: within 2⁻⁴⁰ below 2⁻¹⁶; O3 rounds). Models,
+        parameters, optimizers and schedulers stay the same objects; moments, counts and random generators stay as they
+        are, and gradients that the last step has left are cleared, unless the loop is the program's own. A dynamic loss
+        scale goes on within the bounds of the new one; any other begins anew. What torch.compile or :func:`capture` has
+        made is made once more. On several ranks all call it, between the same two steps.
+
+        Beside DistributedDataParallel the weights of O1 and O2 stay stored as they were, which a warning says.
+
+        Args:
+            policy: A policy, its text, a dtype (O1 in it), or the path of a policy file.
+
+        Raises:
+            StateError: Inside an accumulation window, a region, a pass or a step; torch's optimizer has FP32 state, and
+                weights would be low; O3 beside DistributedDataParallel; the session is closed.
+            PolicyError: A wrong policy, or a rule that matches nothing.
+            UnsupportedError: The device, the model or an optimizer cannot carry it out. Whatever is raised, the former
+                policy is in force.
+
+        **Cost**: a pass over the weights that are stored otherwise, 4 bytes for each that loses bits meanwhile; one
+        host sync; and what is compiled again.
+
+        Example:
+            >>> import mezzo, torch
+            >>> model = torch.nn.Linear(16, 16)
+            >>> amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2,bf16,emulate=true")
+            >>> amp.change("O1,bf16,emulate=true")
+            >>> type(model.weight).__name__, str(amp.policy)
+            ('Parameter', 'O1,dtype=bfloat16,emulate=true')
+        """
+        self._require_open("change")
+        change(self._engine, Policy.of(policy))
+        self._bind_retaining()
+
     # State ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -387,7 +432,7 @@ class MixedPrecision:
         **Cost**: a host sync.
         """
         self._require_open("state_dict")
-        return state_tree.save(self._engine, self.policy)
+        return state_tree.save(self._engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or another system's scaler; those of model and optimizer in any order.
@@ -396,12 +441,12 @@ class MixedPrecision:
             StateError: The state of another model, or none at all; nothing was loaded. Or inside a window.
         """
         self._require_open("load_state_dict")
-        state_tree.load(self._engine, self.policy, state_dict)
+        state_tree.load(self._engine, state_dict)
 
     def stateful(self) -> Stateful:
         """Return model, optimizers and session as one value for ``torch.distributed.checkpoint``: see there."""
         self._require_open("stateful")
-        return Stateful(self._engine, self.policy)
+        return Stateful(self._engine)
 
     def close(self) -> None:
         """Undo the preparation: FP32 weights, no bit of which is lost, and the optimizers as they were built."""

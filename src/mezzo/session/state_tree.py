@@ -25,6 +25,7 @@ from mezzo.scale.config import one_number
 from mezzo.scale.state import FIELDS, ScaleState, is_count
 from mezzo.session.stats import Stats
 from mezzo.sharded import local, placed
+from mezzo.step.gradients import any_gradient
 from mezzo.tensors import LOW, described, dtype_name, overflows, tensors
 from mezzo.weights.halves import in_halves
 
@@ -43,14 +44,28 @@ _READ: Final = (4, VERSION)
 # Saving ---------------------------------------------------------------------------------------------------
 
 
+def passes_since_step(engine: Engine) -> int:
+    """Return the most backward passes since the last step whose gradients a parameter still has.
+
+    Asked are the parameters that optimizers have now: since the last pass others may have taken their places.
+    """
+    return max(
+        (
+            window.now.passes
+            for window in engine.windows
+            if any(any_gradient(engine.weights.leaves(optimizer)) for optimizer in window.plan.optimizers)
+        ),
+        default=0,
+    )
+
+
 def require_between_steps(engine: Engine, what: str) -> None:
     """Refuse to save or load inside an accumulation window, whose gradients a state does not hold.
 
     Raises:
         StateError: A backward pass has been made since the last step.
     """
-    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
-    if passes:
+    if passes := passes_since_step(engine):
         raise StateError(
             f"{what} inside an accumulation window",
             where=f"after {passes} backward pass(es) since the last step",
@@ -59,12 +74,11 @@ def require_between_steps(engine: Engine, what: str) -> None:
         )
 
 
-def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str, Any]:
+def save(engine: Engine, *, in_window: bool = False) -> dict[str, Any]:
     """Return a session's state.
 
     Args:
         engine: The session's.
-        policy: The session's.
         in_window: Whether it may be inside an accumulation window, as where a loop that is the user's own saves.
 
     Raises:
@@ -79,7 +93,7 @@ def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str
     memories = engine.weights.memories()
     return {
         "version": VERSION,
-        "policy": str(policy),
+        "policy": str(engine.weights.policy),
         "parameters": {name: described(param) for name, param in named},
         "loss_scale": engine.scaler.state_dict(),
         "stats": engine.account.state_dict(),
@@ -99,7 +113,7 @@ def _remembered(engine: Engine, memories: list[Memory]) -> dict[str, Any]:
 # Loading --------------------------------------------------------------------------------------------------
 
 
-def load(engine: Engine, policy: Policy, state: Any) -> None:
+def load(engine: Engine, state: Any) -> None:
     """Load what :func:`save` returned, or another system's scaler; all is checked before anything is changed.
 
     Raises:
@@ -109,17 +123,17 @@ def load(engine: Engine, policy: Policy, state: Any) -> None:
     if not engine.writes.broken:
         require_between_steps(engine, "load_state_dict()")
     if (other := _of_another_system(state)) is not None:
-        if policy.loss_scale.mode == "dynamic":
+        if engine.weights.policy.loss_scale.mode == "dynamic":
             engine.scaler.load_state_dict({**engine.scaler.state_dict(), **other})
         engine.account.load_state_dict(engine.account.state_dict(), float(engine.scaler.state.scale))
         return
     check(engine, state)
-    load_checked(engine, policy, state)
+    load_checked(engine, state)
 
 
-def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> None:
+def load_checked(engine: Engine, state: Mapping[str, Any]) -> None:
     """Load a state in which :func:`check` has found nothing."""
-    state, saved = {**_ABSENT, **state}, Policy.parse(state["policy"])
+    policy, state, saved = engine.weights.policy, {**_ABSENT, **state}, Policy.parse(state["policy"])
     if changes := saved.differences(policy):
         logger.info("the state was saved under another policy: %s", "; ".join(changes))
     engine.clear()
@@ -127,7 +141,7 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     engine.ranks.is_behind = False
     named = dict(engine.weights.named_params())
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
-        numbers = _within(state["loss_scale"], policy.loss_scale)
+        numbers = within(state["loss_scale"], policy.loss_scale)
         engine.scaler.hold(ScaleState.checked(numbers, engine.device), in_graph=False)
         engine.inner_scales.load(state["inner_scales"], engine.device)
     remembered = state["products"]
@@ -138,8 +152,13 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     engine.account.load_state_dict(state["stats"], float(engine.scaler.state.scale))
 
 
-def _within(saved: Mapping[str, Any], now: LossScale) -> dict[str, Any]:
-    """Return a saved scale within the bounds of this session's rules."""
+def within(saved: Mapping[str, Any], now: LossScale) -> dict[str, Any]:
+    """Return the state of a dynamic loss scale within the bounds of other rules.
+
+    Args:
+        saved: The state, in numbers.
+        now: The rules.
+    """
     highest = saved["scale"] if now.ceiling is None else min(saved["scale"], now.ceiling)
     return {**saved, "scale": float(max(highest, now.floor)), "budget": min(saved["budget"], now.hysteresis)}
 
@@ -302,7 +321,6 @@ class Stateful:
 
     Args:
         engine: The session's.
-        policy: The session's.
 
     Example:
         >>> import mezzo, tempfile, torch
@@ -314,8 +332,8 @@ class Stateful:
         >>> amp.stateful().load_state_dict(mezzo.load(path)["app"])
     """
 
-    def __init__(self, engine: Engine, policy: Policy) -> None:
-        self._engine, self._policy = engine, policy
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: ``"model"`` and ``"optimizers"`` in tensors, and ``"session"``, which holds all the rest.
@@ -329,7 +347,7 @@ class Stateful:
         """
         engine, weights = self._engine, self._engine.weights
         require_between_steps(engine, "stateful().state_dict()")
-        session, names = save(engine, self._policy, in_window=True), weights.names()
+        session, names = save(engine, in_window=True), weights.names()
         model = {name: _exact(value) for name, value in weights.named_state()}
         pairs = [_saved(optimizer, names) for optimizer in weights.optimizers]
         session |= {
@@ -364,7 +382,7 @@ class Stateful:
             module.load_state_dict({key: _lying_as(model[name], own[key]) for key, name in keys.items()})
         for optimizer, state, rest in triples:
             _give(optimizer, names, state, rest)
-        load_checked(engine, self._policy, session)
+        load_checked(engine, session)
 
 
 def _exact(value: Any) -> Any:

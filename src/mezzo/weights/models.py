@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
@@ -45,6 +46,34 @@ def of_halves(param: Tensor) -> bool:
     return isinstance(local(param), Halves)
 
 
+class Form(NamedTuple):
+    """How a tensor is stored.
+
+    Attributes:
+        dtype: The dtype of its high half, or its own.
+        in_halves: Whether it is stored in halves.
+    """
+
+    dtype: torch.dtype
+    in_halves: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """Return how a tensor, or this rank's shard of it, is stored now."""
+        own_values = local(tensor)
+        return cls(own_values.hi.dtype, True) if isinstance(own_values, Halves) else cls(tensor.dtype, False)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is FP32 to its readers."""
+        return self.in_halves or self.dtype == torch.float32
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it holds each bit of FP32 values."""
+        return self.dtype == torch.float32 or (self.in_halves and self.dtype == torch.bfloat16)
+
+
 @torch.no_grad()
 def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Parameter, str]) -> None:
     """Store parameters in halves; each stays the object that it is.
@@ -67,7 +96,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         try:
             _replace(param, weight)
         except UnsupportedError:
-            gc.collect()  # what is only part of a cycle refers to nothing
+            gc.collect()  # cycles of dead objects may still refer to it
             _replace(param, weight)
 
 
@@ -81,24 +110,56 @@ def _encoded(values: Tensor, dtype: torch.dtype, cls: type[Halves] = Halves) -> 
 
 
 @torch.no_grad()
-def restore(params: Iterable[Tensor]) -> None:
+def recode(param: Any, dtype: torch.dtype) -> None:
+    """Store a parameter in halves of another dtype: other halves of the same tensor, whatever refers to it.
+
+    Args:
+        param: A parameter in halves.
+        dtype: That of the high half. FP16's rounds what is below 2⁻¹⁶ to a multiple of 2⁻⁴⁰ or so, and values beyond
+            its range become infinite: the caller has checked the range.
+    """
+    weight: Any = local(param.detach())
+    weight.store_lent()
+    values = weight.decoded
+    other = _encoded(weight.value(), dtype, type(weight))
+    other.path = weight.path
+    if values is not None:  # which hold the values still, over halves that are stale
+        other.cell.decoded = values
+    if is_distributed(param) or other.hi.stride() != param.stride():
+        _replace(param, other)
+        return
+    param.hi, param.lo, param.cell, param.is_part = other.hi, other.lo, other.cell, False
+    increment_version(param)
+
+
+@torch.no_grad()
+def try_plainly(params: Iterable[Tensor]) -> list[Tensor]:
     """Store parameters plainly again, in FP32; each stays the object that it is.
 
-    A parameter that C++ code refers to stays in halves, still FP32 to every reader, and a warning names it.
+    Returns:
+        Those to which C++ code refers: they stay in halves.
     """
     waiting = [param for param in params if of_halves(param)]
-    for ends in (False, True):
+    for is_last_try in (False, True):
         refused = list[Tensor]()
         for param in waiting:
-            weight: Any = local(param.detach())
+            weight = cast(Halves, local(param.detach()))
             try:
                 _replace(param, weight.value())
             except UnsupportedError:
                 refused.append(param)
-        if not (waiting := refused):
-            return
-        if not ends:
-            gc.collect()  # what is only part of a cycle refers to nothing
+        if (waiting := refused) and not is_last_try:
+            gc.collect()  # cycles of dead objects may still refer to it
+    return waiting
+
+
+def store_plainly(params: Iterable[Tensor]) -> None:
+    """Store parameters plainly again, in FP32; each stays the object that it is.
+
+    A parameter that C++ code refers to stays in halves, still FP32 to every reader, and a warning names it.
+    """
+    if not (waiting := try_plainly(params)):
+        return
     text = message(
         "parameters stay in halves, which are FP32 to everybody still",
         where=some_of([getattr(local(param), "path", "") for param in waiting]),

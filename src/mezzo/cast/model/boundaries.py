@@ -93,7 +93,7 @@ class HeldRegion:
     def resolved(self) -> Region:
         """Resolve the region anew."""
         device_types = tuple(dict.fromkeys(device_type for model in self._devices for device_type in model.kinds()))
-        return Region.inside(self.policy, self.path, RuledParams.known_of(self._params), device_types)
+        return Region.inside(self.policy, self.path, RuledParams.facts_of(self._params), device_types)
 
     @constant_in_graphs
     def kinds(self) -> tuple[str, ...]:
@@ -154,6 +154,11 @@ class Within:
             return
         before = module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         self._handles = before, module.register_forward_hook(self.exit, always_call=True)
+
+    def begin(self, module: nn.Module) -> None:
+        """Hook a module, also once ended."""
+        self._has_ended = False
+        self.hook(module)
 
     def unhook(self) -> None:
         """Remove the hooks."""

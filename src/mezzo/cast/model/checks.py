@@ -33,7 +33,7 @@ from mezzo.policy.rules import both, exact, matches
 from mezzo.sharded import flags_of_all, is_distributed, local
 from mezzo.tensors import CASTABLE, LOW, dtype_name
 from mezzo.weights.halves import Halves
-from mezzo.weights.models import of_halves
+from mezzo.weights.models import Form, of_halves
 
 # The autograd nodes that add up a parameter's gradients, and whether anything but the parameter keeps one.
 
@@ -97,17 +97,32 @@ class Stored:
     halves: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
     plain: dict[Tensor, torch.dtype] = field(default_factory=dict)
 
+    def moves(self) -> dict[Tensor, Form]:
+        """Return the tensors that are stored otherwise now, each with the form that it is to have."""
+        forms: dict[Tensor, Form] = {tensor: Form(dtype, True) for tensor, dtype in self.halves.items()}
+        forms |= {tensor: Form(dtype, False) for tensor, dtype in self.plain.items()}
+        return {tensor: form for tensor, form in forms.items() if form != Form.of(tensor)}
 
-def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, waits: bool = False) -> Stored:
+
+def wanted_storage(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    converts: bool = False,
+    expects_session: bool = False,
+    came_as: Mapping[Tensor, torch.dtype] | None = None,
+) -> Stored:
     """Decide every tensor's storage, or raise all that stands against the decision.
 
     Args:
         model: The model.
         policy: The policy.
         converts: Whether the decision is to be carried out: what stands against that is raised as well.
-        waits: Whether a session is to find the model prepared, which it must be only once then.
+        expects_session: Whether a session is to find the model prepared, which it must be only once then.
+        came_as: The dtypes that the tensors of a prepared model had before; each gets a storage then, and whether that
+            loses values is asked by :func:`lost_by` alone.
     """
-    if (waits and preparations_in(model)) or _is_hooked(model):
+    if came_as is None and ((expects_session and preparations_in(model)) or _is_hooked(model)):
         raise StateError(
             "the model is prepared already",
             where=type(model).__name__,
@@ -132,27 +147,35 @@ def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, 
             )
         if tensor not in wanted or rule is not None:
             wanted[tensor], deciding[tensor] = dtype, (rule, path)
-    stored = _sorted(policy, wanted, {tensor: rule for tensor, (rule, _) in deciding.items()})
+    stored = _sorted(policy, wanted, {tensor: rule for tensor, (rule, _) in deciding.items()}, came_as)
     if converts:
         problems += sharded_otherwise(model, policy)
-        if not problems:
+        if not problems and came_as is None:
             problems += _cannot_convert(model, policy, stored)
     raise_together(problems)
     return stored
 
 
-def _sorted(policy: Policy, wanted: Mapping[Tensor, torch.dtype], rules: Mapping[Tensor, Rule | None]) -> Stored:
+def _sorted(
+    policy: Policy,
+    wanted: Mapping[Tensor, torch.dtype],
+    rules: Mapping[Tensor, Rule | None],
+    came_as: Mapping[Tensor, torch.dtype] | None,
+) -> Stored:
     """Split tensors into those to store in halves, and those to store plainly."""
     stored = Stored()
     for tensor, dtype in wanted.items():
+        before = tensor.dtype if came_as is None else came_as[tensor]
         rule = rules[tensor]
         by_name = rule is not None and rule.param is not None
         if policy.param_dtype != torch.float32:
             stored.plain[tensor] = dtype
         elif dtype in LOW and isinstance(tensor, nn.Parameter) and is_plain(tensor) and (by_name or is_large(tensor)):
             stored.halves[tensor] = dtype
-        elif tensor.dtype in LOW and (rule is not None or policy.halves):
+        elif before in LOW and (rule is not None or policy.halves):
             stored.plain[tensor] = torch.float32  # it came low; other policies leave a model as it came
+        elif came_as is not None:
+            stored.plain[tensor] = before
     return stored
 
 
@@ -175,8 +198,8 @@ def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
     for rule in rules:
         for cls, parts in _ATOMIC.items():
             inside = sorted(set(rule.ops) & parts)
-            every = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
-            paths = [path for path, module in every if _names_any(rule, module, path)]
+            candidates = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
+            paths = [path for path, module in candidates if _names_any(rule, module, path)]
             if inside and paths:
                 yield (
                     f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
@@ -296,11 +319,11 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    every: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
-    narrowed = {t: dtype for t, dtype in every.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
+    new_dtypes: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
+    narrowed = {t: dtype for t, dtype in new_dtypes.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
-    converted = [t for t in every if isinstance(t, nn.Parameter)]
+    converted = [t for t in new_dtypes if isinstance(t, nn.Parameter)]
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()) and converted:
         yield StateError(
             f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",
@@ -324,6 +347,17 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
         )
 
 
+def lost_by(model: nn.Module, stored: Stored) -> Iterator[MezzoError]:
+    """Yield an error if tensors of a model have finite values that another storage would make infinite.
+
+    **Cost**: a pass over what is stored otherwise then, a host sync, and an exchange of the ranks that hold shards.
+    """
+    names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    narrowed = {t: to.dtype for t, to in stored.moves().items() if to.dtype in LOW and not t.is_meta}
+    if narrowed and (lost := _lost(narrowed)):
+        yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
+
+
 def is_alone(tensor: Tensor) -> bool:
     """Whether a tensor is no DTensor, whose gradients torch's FSDP and tensor parallelism see to."""
     return not is_distributed(tensor)
@@ -331,11 +365,13 @@ def is_alone(tensor: Tensor) -> bool:
 
 def _lost(narrowed: Mapping[Tensor, torch.dtype]) -> list[Tensor]:
     """Return the tensors with finite values that would become infinite."""
-    asked = [*narrowed]
+    narrowed_tensors = [*narrowed]
     flags = [is_lost(local(t.detach()), dtype) for t, dtype in narrowed.items()]
     # Of a sharded one every rank knows its own part.
-    are_lost = flags_of_all(torch.stack([flag.to(asked[0].device) for flag in flags]), asked).tolist()
-    return [t for t, is_so in zip(asked, are_lost, strict=True) if is_so]
+    are_lost = flags_of_all(
+        torch.stack([flag.to(narrowed_tensors[0].device) for flag in flags]), narrowed_tensors
+    ).tolist()
+    return [t for t, is_so in zip(narrowed_tensors, are_lost, strict=True) if is_so]
 
 
 def is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
