@@ -313,6 +313,7 @@ def loss_bytes(model: str, num_rows: int, features: int, classes: int, *, policy
     head = nn.Linear(features, classes, bias=False)
     hidden, target = torch.randn(num_rows, features, requires_grad=True), torch.randint(classes, (num_rows,))
     mezzo.prepare(head, policy)
+    gc.collect()  # what was allocated before is not to be freed in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         with mezzo.autocast(policy, "cpu"):
             loss = LOSSES[name](hidden, head.weight, target)
