@@ -142,6 +142,20 @@ def kept() -> str:
     return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/memory.py`)."])
 
 
+def losses() -> str:
+    """What a loss of many rows allocates, each way, as the newest ``benchmarks/memory.py`` has counted it."""
+    result = newest("losses-cpu-*.json")
+    rows = result["rows"]
+    ways = list(dict.fromkeys(row["loss"] for row in rows))
+    lines = [f"| MiB at once | {' | '.join(ways)} |", "|---|" + "---:|" * len(ways)]
+    for model, policy in dict.fromkeys((row["model"], row["policy"]) for row in rows):
+        peaks = [the(rows, model=model, policy=policy, loss=way)["peak"] / 2**20 for way in ways]
+        name = "FP32" if policy == "O0" else policy
+        lines.append(f"| {model}, {name} | {' | '.join(f'{peak:,.0f}' for peak in peaks)} |")
+    about = f"Allocated from the head to the end of the backward pass, for {result['num_rows']:,} rows, with gradients"
+    return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/memory.py`)."])
+
+
 def saved() -> str:
     """What two families save for the backward pass, at each level."""
     lines = ["| for the backward pass | FP32 | O1 in BF16 | O2 in BF16 |", "|---|---:|---:|---:|"]
