@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "mezzo"
 #: The lines of the last release, and the most bindings that each vague name may have.
-KEPT = Path(__file__).parent / "house.json"
+KEPT = TESTS / "house.json"
 
 #: Names with so many meanings that a line with one of them says nothing: the noun of what is bound stands in its place.
 OVERLOADED = {"each", "found", "place", "kind", "near", "far", "said", "told", "held", "follow", "take", "settle"}
@@ -29,6 +30,8 @@ PUBLISHED = {
     "explanation/rows.py": {"kind"},
     "script/inspection.py": {"kind"},
 }
+#: Names that an interface of somebody else's asks a test to bind, by the path inside ``tests/``; empty where none does.
+PUBLISHED_IN_TESTS: dict[str, set[str]] = {}
 #: Names that a noun beats in most lines, though not in all. :data:`KEPT` counts them, and they become fewer.
 VAGUE = ("given", "kept", "known", "low", "made", "others", "own", "what")
 #: A docstring that begins so tells an object what to do. The first line says what a caller gets.
@@ -58,6 +61,11 @@ _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tok
 def sources() -> dict[str, str]:
     """Return the text of each file, by its path inside the package."""
     return {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def sources_of_tests() -> dict[str, str]:
+    """Return the text of each file of tests, by its path inside ``tests/``."""
+    return {path.relative_to(TESTS).as_posix(): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
 
 
 @cache

@@ -5,8 +5,21 @@ import json
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from . import house
-from .house import OVERLOADED, PUBLISHED, bindings, gestures, lines_of_code, nodes, parsed, sources
+from .house import (
+    OVERLOADED,
+    PUBLISHED,
+    PUBLISHED_IN_TESTS,
+    bindings,
+    gestures,
+    lines_of_code,
+    nodes,
+    parsed,
+    sources,
+    sources_of_tests,
+)
 
 MOST_LINES = 700
 MOST_FILES = 20
@@ -65,12 +78,15 @@ def test_which_docstrings_open_with_a_gesture():
     assert list(gestures(text)) == [("Say what it is.", 4), ("Go over the rows.", 14)]
 
 
-def test_a_name_has_one_meaning():
+@pytest.mark.parametrize(
+    "files, published", [(sources, PUBLISHED), (sources_of_tests, PUBLISHED_IN_TESTS)], ids=["src", "tests"]
+)
+def test_a_name_has_one_meaning(files, published):
     assert [
         f"{path}:{line} {name}"
-        for path, text in sources().items()
+        for path, text in files().items()
         for name, line in bindings(text)
-        if name in OVERLOADED - PUBLISHED.get(path, set())
+        if name in OVERLOADED - published.get(path, set())
     ] == []
 
 

@@ -63,8 +63,8 @@ def test_rows_are_beside_fp32_and_beside_bf16():
 
 
 def test_what_layers_lose_has_a_mean_over_them():
-    found = bench.operands(comparison(), NAMES)
-    assert [each["layer"] for each in found] == ["up", "down", "all"]
-    assert (found[-1]["saturated"], found[-1]["flushed"], found[-1]["below_noise"]) == (0.5, 0.5, 0.5)
+    losses = bench.operands(comparison(), NAMES)
+    assert [loss["layer"] for loss in losses] == ["up", "down", "all"]
+    assert (losses[-1]["saturated"], losses[-1]["flushed"], losses[-1]["below_noise"]) == (0.5, 0.5, 0.5)
     none = dataclasses.replace(comparison(), runs=comparison().runs[:2])
     assert bench.operands(none, NAMES) == []

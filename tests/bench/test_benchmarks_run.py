@@ -70,5 +70,5 @@ def test_a_benchmark_runs_and_writes_what_it_measured(name, tmp_path):
     assert ran.stdout, name
     written = [json.loads(file.read_text()) for file in out.rglob("*.json")]
     assert written, f"{name} wrote no result; it said: {ran.stdout}"
-    assert all(len(each) > 0 for each in written)
+    assert all(len(record) > 0 for record in written)
     assert results() == before

@@ -28,22 +28,22 @@ def command(gpu):
 def test_parts_run_dry_and_the_page_has_every_goal(gpu, command, tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
     shapes, verdicts, parts = gpu("steps").shapes, gpu("verdicts"), ("ceilings", "step-bfloat16", "fp8", "variants")
-    for place in ("gpu.steps", "gpu.variants", "stepping.bench"):
-        monkeypatch.setattr(f"{place}.shapes", lambda name: shapes(name)[:5])
+    for module in ("gpu.steps", "gpu.variants", "stepping.bench"):
+        monkeypatch.setattr(f"{module}.shapes", lambda name: shapes(name)[:5])
     assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", *parts, "train-tiny", "plan-gpt"]) == 0
     written = {name: json.loads(next(tmp_path.glob(f"gpu-{name}-cpu-*.json")).read_text()) for name in parts}
-    found = {name: each["found"] for name, each in written.items()}
-    assert all(each["dry"] and each["part"] == name and each["seconds"] > 0 for name, each in written.items())
-    assert [each["mib"] for each in found["ceilings"]["copies"]] == [1, 2]
-    assert all(each["tb_per_s"] > 0 for each in found["ceilings"]["copies"])
+    results = {name: page["found"] for name, page in written.items()}
+    assert all(page["dry"] and page["part"] == name and page["seconds"] > 0 for name, page in written.items())
+    assert [copy["mib"] for copy in results["ceilings"]["copies"]] == [1, 2]
+    assert all(copy["tb_per_s"] > 0 for copy in results["ceilings"]["copies"])
     quantising = gpu("quantising")
-    assert {row["format"] for row in found["fp8"]["quantising"]} == {*quantising.FORMATS}
-    assert all(row["share"] > 0 for row in found["fp8"]["quantising"])
-    assert [row["kind"] for row in found["fp8"]["linear"]] == [*quantising.KINDS]
-    assert all(row["speed"] > 0 for row in found["fp8"]["linear"])
-    assert all(row["same_bits"] for row in found["variants"] if row["same_bits"] is not None)
-    assert not [row for row in found["variants"] if "error" in row]
-    assert {row["name"] for row in found["step-bfloat16"]["rows"]} >= {verdicts.SPLIT}
+    assert {row["format"] for row in results["fp8"]["quantising"]} == {*quantising.FORMATS}
+    assert all(row["share"] > 0 for row in results["fp8"]["quantising"])
+    assert [row["kind"] for row in results["fp8"]["linear"]] == [*quantising.KINDS]
+    assert all(row["speed"] > 0 for row in results["fp8"]["linear"])
+    assert all(row["same_bits"] for row in results["variants"] if row["same_bits"] is not None)
+    assert not [row for row in results["variants"] if "error" in row]
+    assert {row["name"] for row in results["step-bfloat16"]["rows"]} >= {verdicts.SPLIT}
     text = next(tmp_path.glob("gpu-verdicts-cpu-*.md")).read_text()
     assert "Dry run, whose figures mean nothing" in text
     assert all(f"| {goal.what} |" in text for goal in verdicts.GOALS)
@@ -121,8 +121,8 @@ def test_each_goal_is_read_from_its_row(gpu):
             "train-tiny": {"rows": [way("mezzo O2 captured", 2.0, 1)]},
             "plan-gpt": {
                 "rows": [
-                    {"kernels": kind, "placement": "cut", "ratio": ratio + worse}
-                    for kind, ratio in (("eager", 3.0), ("compiled", 1.02))
+                    {"kernels": code, "placement": "cut", "ratio": ratio + worse}
+                    for code, ratio in (("eager", 3.0), ("compiled", 1.02))
                 ]
             },
             "fp8": {

@@ -23,7 +23,7 @@ def test_bytes_are_those_of_the_shapes(model, name):
         if sum(size > 1 for size in shape) > 1 and path not in ("tokens.weight", "places.weight")
     }
     large = products | ({"tokens.weight", "places.weight"} & {*shapes})
-    buffers = sum(each.nbytes for each in net.buffers())
+    buffers = sum(buffer.nbytes for buffer in net.buffers())
     in_halves, num = name.startswith("O2"), sum(sizes.values())
     assert row.num_parameters == num
     assert row.num_in_halves == (sum(sizes[path] for path in large) if in_halves else 0)

@@ -24,29 +24,29 @@ def groups():
 @pytest.mark.parametrize("curve", [*forms.CURVES, "mezzo"])
 def test_what_a_form_keeps_is_the_nearest_value_of_its_curve_or_at_random_one_of_two(curve):
     values = groups()
-    for squares, each in ((False, values), (True, values.square())):
+    for squares, moment in ((False, values), (True, values.square())):
         grid = forms.table_of(curve, torch.uint8 if squares else torch.int8).double()
-        scales = forms.rounded_up(each.abs().amax(-1, keepdim=True))
-        away = (each.abs()[..., None].double() / scales[..., None] - grid).abs()  # (groups, 32, codes)
-        kept = forms.by_table(curve, at_random=forms.NEAREST, off_zero=False)(each, squares, HALF)
-        reached = (kept.abs().double() / scales - each.abs().double() / scales).abs()
+        scales = forms.rounded_up(moment.abs().amax(-1, keepdim=True))
+        away = (moment.abs()[..., None].double() / scales[..., None] - grid).abs()  # (groups, 32, codes)
+        kept = forms.by_table(curve, at_random=forms.NEAREST, off_zero=False)(moment, squares, HALF)
+        reached = (kept.abs().double() / scales - moment.abs().double() / scales).abs()
         assert torch.all(reached <= away.amin(-1) + 2.0**-22)
-        assert torch.equal(kept.sign()[kept != 0], each.sign()[kept != 0])
-        mean = sum(forms.by_table(curve)(each, squares, torch.full_like(each, (n + 0.5) / 64)) for n in range(64))
+        assert torch.equal(kept.sign()[kept != 0], moment.sign()[kept != 0])
+        mean = sum(forms.by_table(curve)(moment, squares, torch.full_like(moment, (n + 0.5) / 64)) for n in range(64))
         apart = (grid.diff().max() * scales).double()  # of neighbours, at most; 1/64 of it is a step of the mean
-        off = (mean.double() / 64 - each).abs()
-        is_next_to_zero = each.abs() < grid[1] * scales
+        off = (mean.double() / 64 - moment).abs()
+        is_next_to_zero = moment.abs() < grid[1] * scales
         assert torch.all(off[~is_next_to_zero] <= (apart / 64).expand_as(off)[~is_next_to_zero])
 
 
 def test_the_table_of_the_library_is_the_library():
     values = groups()
-    for squares, each in ((False, values), (True, values.square())):
-        mine = forms.by_table("mezzo", at_random=forms.NEAREST)(each, squares, HALF)
-        library = forms.by_library(at_random=forms.NEAREST)(each, squares, HALF)
-        is_tie = (mine - library).abs() > 1e-6 * each.abs().amax(-1, keepdim=True)
+    for squares, moment in ((False, values), (True, values.square())):
+        mine = forms.by_table("mezzo", at_random=forms.NEAREST)(moment, squares, HALF)
+        library = forms.by_library(at_random=forms.NEAREST)(moment, squares, HALF)
+        is_tie = (mine - library).abs() > 1e-6 * moment.abs().amax(-1, keepdim=True)
         assert is_tie.float().mean() < 0.01
-        assert torch.all((mine - each).abs()[is_tie] <= 1.001 * (library - each).abs()[is_tie])
+        assert torch.all((mine - moment).abs()[is_tie] <= 1.001 * (library - moment).abs()[is_tie])
 
 
 def test_no_second_moment_becomes_zero_unless_it_may():
@@ -71,26 +71,26 @@ def test_exact_moments_are_adams():
         assert changed.all()
 
 
-@pytest.mark.parametrize("kind", bench.KINDS)
-def test_a_script_gets_the_moments_that_are_asked_for(kind):
+@pytest.mark.parametrize("form_name", bench.KINDS)
+def test_a_script_gets_the_moments_that_are_asked_for(form_name):
     weight, plain = torch.nn.Parameter(torch.ones(40)), torch.optim.AdamW
     with Seams() as seams:
-        bench.replaced(bench.SCRIPTS[0], kind, seams)
+        bench.replaced(bench.SCRIPTS[0], form_name, seams)
         optimizer = torch.optim.AdamW([weight])
         weight.grad = torch.linspace(0, 1, 40)
         optimizer.step()
         kept = optimizer.state[weight].get("exp_avg_codes", optimizer.state[weight].get("exp_avg"))
-        if kind == bench.LINEAR:
+        if form_name == bench.LINEAR:
             evenly = torch.cat([torch.arange(32) / 31, torch.arange(32, 40) / 39]) * 127
             assert ((kept - evenly).abs() <= 1).all()  # half a code, and half of one for the scale's rounding
     assert isinstance(optimizer, mezzo.optim.AdamW)
-    assert kept.dtype == getattr(torch, bench.KINDS[kind])
+    assert kept.dtype == getattr(torch, bench.KINDS[form_name])
     assert torch.optim.AdamW is plain
     assert moments.coded is not bench.naive_coded
 
 
 def test_the_command_writes_one_dated_file(tmp_path, monkeypatch, capsys):
-    kinds = {kind: bench.KINDS[kind] for kind in ("FP32", "int8")}
+    kinds = {form_name: bench.KINDS[form_name] for form_name in ("FP32", "int8")}
     monkeypatch.setattr(bench, "SCRIPTS", bench.SCRIPTS[1:])
     monkeypatch.setattr(bench, "KINDS", kinds)
     monkeypatch.setattr(

@@ -62,8 +62,8 @@ def test_ratios_are_taken_pair_by_pair():
 
 
 def test_a_pair_of_loops(clock, harness):
-    found = harness.paired(clock.work(*[50.0] * 3, *[1.0] * 8, 3.0), clock.work(2.0), repetitions=10)
-    assert found == {"ratio": 0.5, "ratio_p10": 0.5, "ratio_p90": 1.5, "mezzo_ms": 1000.0, "rival_ms": 2000.0}
+    comparison = harness.paired(clock.work(*[50.0] * 3, *[1.0] * 8, 3.0), clock.work(2.0), repetitions=10)
+    assert comparison == {"ratio": 0.5, "ratio_p10": 0.5, "ratio_p90": 1.5, "mezzo_ms": 1000.0, "rival_ms": 2000.0}
 
 
 def test_a_dated_file_replaces_the_one_before(tmp_path):

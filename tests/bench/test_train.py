@@ -151,8 +151,8 @@ def test_a_trace_of_a_gpu():
         event("cuda_runtime", "cudaGraphLaunch"), event("cuda_driver", "cuLaunchKernelEx"),
         event("cuda_runtime", "cudaMemcpyAsync"), {"ph": "M", "name": "process_name"},
     ]  # fmt: skip
-    found = counted(trace, cuda_syncs=2)
-    assert (found.calls, found.kernels, found.launches, found.syncs, found.growth_bytes) == (3, 3, 4, 2, None)
+    counts = counted(trace, cuda_syncs=2)
+    assert (counts.calls, counts.kernels, counts.launches, counts.syncs, counts.growth_bytes) == (3, 3, 4, 2, None)
 
 
 # The benchmark --------------------------------------------------------------------------------------------

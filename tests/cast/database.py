@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 import mezzo
 
-from .walked import LOW, off, results, running, said
+from .walked import LOW, off, print_as_json, results, running
 
 SEED = torch.default_generator.manual_seed
 
@@ -90,4 +90,4 @@ def ran(function, call, form, low, word=None):
 
 
 if __name__ == "__main__":
-    said(walked(sys.argv[1], int(sys.argv[2])))
+    print_as_json(walked(sys.argv[1], int(sys.argv[2])))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 import mezzo
 from mezzo.policy.ops import OPS, VIEWS, callables
 
-from .walked import LOW, off, results, running, said
+from .walked import LOW, off, print_as_json, results, running
 
 SEED = torch.default_generator.manual_seed
 
@@ -316,14 +316,14 @@ AMONG_EQUALS = frozenset(
 
 def calls():
     """Return for each op the expression that makes its arguments."""
-    found, names = {}, []
+    expressions, names = {}, []
     for line in CALLS.strip().replace("\n    ", " ").splitlines():
         head, colon, expression = line.partition(": ")
         names += head.split()
         if colon:
-            found.update(dict.fromkeys(names, expression))
+            expressions.update(dict.fromkeys(names, expression))
             names = []
-    return found
+    return expressions
 
 
 def made(name, expression):
@@ -402,4 +402,4 @@ def unnamed():
 
 
 if __name__ == "__main__":
-    said(walked(sys.argv[1], sys.argv[2:]))
+    print_as_json(walked(sys.argv[1], sys.argv[2:]))

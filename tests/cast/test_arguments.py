@@ -52,7 +52,7 @@ ELEMENTWISE = {
     "baddbmm": (torch.baddbmm, lambda k: [(2, 5, 4), (2, 5, k), (2, k, 4)]),
     "addbmm": (torch.addbmm, lambda k: [(5, 4), (k, 5, k), (k, k, 4)]),
     "vecdot": (torch.linalg.vecdot, lambda k: [(5, k), (5, k)]),
-    "chain_matmul": (lambda *each: torch.linalg.multi_dot(each), lambda k: [(5, k), (k, k), (k, 4)]),
+    "chain_matmul": (lambda *operands: torch.linalg.multi_dot(operands), lambda k: [(5, k), (k, k), (k, 4)]),
     "conv1d": (F.conv1d, lambda k: [(2, k, 7), (3, k, 1), (3,)]),
     "conv1d of each channel": (lambda x, w: F.conv1d(x, w, groups=4), lambda k: [(2, 4, 7), (4, 1, k)]),
     "conv2d": (F.conv2d, lambda k: [(2, 1, 7, 7), (3, 1, k, 1)]),
@@ -81,10 +81,10 @@ def test_a_product_of_single_values_is_left_as_it_is(name, low):
     operands = [rand(*shape, seed=i) for i, shape in enumerate(shapes(1))]
     expected = differentiated(function, operands)
     with region(low):
-        found = differentiated(function, operands)
+        results = differentiated(function, operands)
         several = function(*[rand(*shape) for shape in shapes(3)])
         mixed = function(operands[0].to(LOW[low]), *operands[1:])
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         assert one.dtype == FP32
         assert torch.equal(one, other)
     assert mixed.dtype == FP32
@@ -175,13 +175,13 @@ def equations(count, seed=0):
     draw = random.Random(seed)
     for _ in range(count):
         letters = "abcdef"[: draw.randint(2, 6)]
-        sizes = {each: draw.choice([1, 2, 3, 4]) for each in letters}
+        sizes = {letter: draw.choice([1, 2, 3, 4]) for letter in letters}
         terms = [
             "".join(draw.sample(letters, draw.randint(1, min(3, len(letters))))) for _ in range(draw.randint(1, 4))
         ]
         used = sorted(set("".join(terms)))
         output = "".join(draw.sample(used, draw.randint(0, min(3, len(used)))))
-        shapes = [[1 if draw.random() < 0.1 else sizes[each] for each in term] for term in terms]
+        shapes = [[1 if draw.random() < 0.1 else sizes[letter] for letter in term] for term in terms]
         if draw.random() < 0.2:  # dimensions behind an ellipsis, none to two, from the right
             terms, output = [f"...{term}" for term in terms], f"...{output}"
             shapes = [[*(2, 3)[draw.randint(0, 2) :], *shape] for shape in shapes]
@@ -196,13 +196,13 @@ def test_equations_cast_where_torch_s_own_autocast_reaches_products():
         with torch.autocast("cpu", BF16):
             dtype = torch.einsum(equation, *operands).dtype
         with region():
-            found = torch.einsum(equation, *operands)
-        assert found.dtype == dtype, (equation, shapes)
+            product = torch.einsum(equation, *operands)
+        assert product.dtype == dtype, (equation, shapes)
         if dtype == FP32 and len(operands) < 3:
-            assert torch.equal(found, plain), (equation, shapes)
+            assert torch.equal(product, plain), (equation, shapes)
         else:
             bound = torch.einsum(equation, *[x.abs() for x in operands])
-            assert ((found.float() - plain).abs() <= bound * 2**-6 + 1e-6).all(), (equation, shapes)
+            assert ((product.float() - plain).abs() <= bound * 2**-6 + 1e-6).all(), (equation, shapes)
         num_low += dtype == BF16
         num_wide += dtype == FP32
     assert min(num_low, num_wide) > 60
@@ -215,10 +215,10 @@ def test_what_torch_permutes_sums_and_multiplies_by_elements_is_what_torch_gives
         "ab->ba": x.t(), "ab->a": x.sum(1), "aa->a": x.diagonal(), "ab->": x.sum(), "...->...": x, "ii": x.trace(),
     }.items():  # fmt: skip
         with region(low):
-            found = torch.einsum(equation, x)
-        assert found.dtype == FP32
-        assert torch.equal(found, torch.einsum(equation, x))
-        assert torch.allclose(found, expected)
+            result = torch.einsum(equation, x)
+        assert result.dtype == FP32
+        assert torch.equal(result, torch.einsum(equation, x))
+        assert torch.allclose(result, expected)
     with region(low):
         assert torch.equal(torch.einsum("ab,ab->ab", x, y), x * y)
         assert torch.equal(torch.einsum("ab,b->ab", x, y[0]), x * y[0])
@@ -236,9 +236,9 @@ def test_a_letter_of_one_operand_is_summed_over_in_fp32_and_each_pair_gets_its_o
         expected = function()
         gradient, _ = torch.autograd.grad(expected.sum(), (x, y), allow_unused=True)
         with region():
-            found = function()
-        mine, _ = torch.autograd.grad(found.float().sum(), (x, y), allow_unused=True)
-        assert torch.allclose(found.float(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+            output = function()
+        mine, _ = torch.autograd.grad(output.float().sum(), (x, y), allow_unused=True)
+        assert torch.allclose(output.float(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
         if gradient is not None:
             assert mine.dtype == FP32
             assert torch.allclose(mine, gradient, rtol=2e-2, atol=2e-2 * gradient.abs().max().item())
@@ -252,9 +252,9 @@ def test_a_wrong_equation_is_refused_in_torch_s_words(wrong, low):
     operands = rand(2, 3), rand(3, 4)
     with pytest.raises((RuntimeError, ValueError)) as plain:
         torch.einsum(wrong if wrong != "a b,bc" else "ab,,bc", *operands)
-    with region(low), pytest.raises((RuntimeError, ValueError)) as found:
+    with region(low), pytest.raises((RuntimeError, ValueError)) as refusal:
         torch.einsum(wrong if wrong != "a b,bc" else "ab,,bc", *operands)
-    assert str(plain.value) in str(found.value)
+    assert str(plain.value) in str(refusal.value)
 
 
 @DYNAMO
@@ -278,11 +278,11 @@ def test_compiled_code_decides_as_eager_code_does(inside):
     x, w = rand(5, 3), rand(4, 3, seed=1, trains=True)
     with region():
         expected = body(x, w)
-        found = compiled(x, w)
-    assert [each.dtype for each in found] == [FP32, BF16, FP32, FP32, BF16, FP32]
-    for one, other in zip(found, expected, strict=True):
+        outputs = compiled(x, w)
+    assert [output.dtype for output in outputs] == [FP32, BF16, FP32, FP32, BF16, FP32]
+    for one, other in zip(outputs, expected, strict=True):
         assert torch.equal(one, other)
-    (mine,), (eager,) = (torch.autograd.grad(each[0], w) for each in (found, expected))
+    (mine,), (eager,) = (torch.autograd.grad(results[0], w) for results in (outputs, expected))
     assert torch.equal(mine, eager)
     assert torch.allclose(mine, 1200 * x[0].expand(4, 3), rtol=1e-2, atol=1200 * 2**-7)
 
@@ -290,8 +290,8 @@ def test_compiled_code_decides_as_eager_code_does(inside):
 @DYNAMO
 def test_sizes_that_compiled_code_learns_when_it_runs():
     def body(x):
-        found = x.nonzero()[:, 0].float()
-        return torch.einsum("i,i->", found, found) + found[None] @ found[:, None]
+        rows = x.nonzero()[:, 0].float()
+        return torch.einsum("i,i->", rows, rows) + rows[None] @ rows[:, None]
 
     torch._dynamo.reset()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
@@ -347,11 +347,11 @@ def test_the_gradient_of_a_gather_is_right(name, low):
     (expected,) = torch.autograd.grad(gathers(low_of(w)).sum(), w)
     with region(low):
         h = low_of(w)
-        found = gathers(h)
+        gathered = gathers(h)
         with torch.no_grad():
-            assert torch.equal(found, gathers(h))
-    assert found.dtype == LOW[low]
-    (mine,) = torch.autograd.grad(found.float().sum(), w)
+            assert torch.equal(gathered, gathers(h))
+    assert gathered.dtype == LOW[low]
+    (mine,) = torch.autograd.grad(gathered.float().sum(), w)
     assert expected.max() >= 1000
     assert torch.allclose(mine, expected, rtol=1e-2)
 
@@ -383,10 +383,10 @@ def test_gathers_differentiate_in_every_way():
         return torch.autograd.grad(gradient.square().sum(), w)[0]
 
     expected = 1000 * x[0].expand(4, 3)
-    near = {"rtol": 1e-2, "atol": 1000 * 2**-8}
-    assert torch.allclose(grad(total)(w, x), expected, **near)
-    assert torch.allclose(vmap(grad(total), (None, 0))(w, x[None])[0], expected, **near)
-    assert torch.allclose(grad(lambda w: vmap(total, (None, 0))(w, x[None]).sum())(w), expected, **near)
+    tolerances = {"rtol": 1e-2, "atol": 1000 * 2**-8}
+    assert torch.allclose(grad(total)(w, x), expected, **tolerances)
+    assert torch.allclose(vmap(grad(total), (None, 0))(w, x[None])[0], expected, **tolerances)
+    assert torch.allclose(grad(lambda w: vmap(total, (None, 0))(w, x[None]).sum())(w), expected, **tolerances)
     seconds = [twice(w.clone().requires_grad_(), context) for context in (region(), torch.enable_grad())]
     assert torch.allclose(*seconds, rtol=4e-2, atol=4e-2 * seconds[1].abs().max().item())
 
@@ -463,8 +463,8 @@ SUMS = {
 @pytest.mark.parametrize("name", SUMS)
 def test_running_sums_round_once(name, low):
     with region(low):
-        found = SUMS[name](lambda *shape: torch.ones(shape, dtype=LOW[low]))
-    assert math.isclose(found.item(), NUM, rel_tol=1e-2)
+        total = SUMS[name](lambda *shape: torch.ones(shape, dtype=LOW[low]))
+    assert math.isclose(total.item(), NUM, rel_tol=1e-2)
 
 
 @BOTH
@@ -532,8 +532,8 @@ def test_graph_networks_with_sparse_adjacency_train(text):
     for layout in LAYOUTS:
         for name, product in SPARSE.items():
             make = functools.partial(Convolves, graph(layout), product)
-            expected, found = (trained(make, rand(50, 8), each) for each in (None, text))
-            for one, other in zip(found, expected, strict=True):
+            expected, low = (trained(make, rand(50, 8), policy) for policy in (None, text))
+            for one, other in zip(low, expected, strict=True):
                 assert math.isclose(one, other, rel_tol=2e-2), (layout, name)
 
 
@@ -551,8 +551,8 @@ def test_attention_over_edges_trains_through_a_sparse_matrix(text):
             score = (self.score(h)[edges[0]] + self.score(h)[edges[1]]).squeeze(-1).sigmoid()
             return torch.sparse_coo_tensor(edges, score, (50, 50)) @ h
 
-    expected, found = (trained(Attends, rand(50, 8), each) for each in (None, text))
-    for one, other in zip(found, expected, strict=True):
+    expected, low = (trained(Attends, rand(50, 8), policy) for policy in (None, text))
+    for one, other in zip(low, expected, strict=True):
         assert math.isclose(one, other, rel_tol=2e-2)
 
 
@@ -580,9 +580,9 @@ def test_other_products_and_reductions_of_sparse_tensors(low):
         expected = function(FP32)
         with region(low):
             for dtype in (FP32, LOW[low]):
-                found = function(dtype)
-                assert found.dtype == FP32, name
-                assert torch.allclose(found, expected, rtol=3e-2, atol=3e-2 * expected.abs().max().item()), name
+                result = function(dtype)
+                assert result.dtype == FP32, name
+                assert torch.allclose(result, expected, rtol=3e-2, atol=3e-2 * expected.abs().max().item()), name
             assert torch.equal(function(FP32), expected), name
 
 
@@ -627,11 +627,11 @@ def test_a_complex_number_of_real_ones_is_made_in_fp32(name, low):
     wide = a.detach().float().requires_grad_()
     expected = function(wide, b.float())
     with region(low):
-        found = function(a, b)
-    assert found.dtype == torch.complex64
-    assert torch.equal(found, expected)
+        number = function(a, b)
+    assert number.dtype == torch.complex64
+    assert torch.equal(number, expected)
     if expected.requires_grad:
-        (mine,), (gradient,) = (torch.autograd.grad(y.abs().sum(), x) for y, x in ((found, a), (expected, wide)))
+        (mine,), (gradient,) = (torch.autograd.grad(y.abs().sum(), x) for y, x in ((number, a), (expected, wide)))
         assert mine.dtype == LOW[low]
         assert torch.allclose(mine.float(), gradient, rtol=2**-7, atol=2**-7)
 
@@ -713,12 +713,12 @@ def test_norms_with_statistics_under_vmap(low):
     for function, given in ((batch, x), (instance, images)):
         expected = vmap(function)(given)
         with region(low):
-            found = vmap(function)(given)
-        assert found.dtype == LOW[low]
-        assert torch.allclose(found.float(), expected, atol=4e-2)
+            normed = vmap(function)(given)
+        assert normed.dtype == LOW[low]
+        assert torch.allclose(normed.float(), expected, atol=4e-2)
     with region(low):
         grads = vmap(grad(total), (None, 0))(dict(layers.named_parameters()), x)
-    assert all(each.dtype == FP32 and each.isfinite().all() for each in grads.values())
+    assert all(gradient.dtype == FP32 and gradient.isfinite().all() for gradient in grads.values())
 
 
 @BOTH
@@ -727,9 +727,9 @@ def test_variances_are_fp32(low):
     rounded = x.to(LOW[low])
     with region(low):
         for function in (torch.var, torch.std, torch.var_mean, torch.std_mean):
-            found, expected = function(rounded, -1), function(rounded.float(), -1)
+            variances, expected = function(rounded, -1), function(rounded.float(), -1)
             for one, other in zip(
-                *((each if isinstance(each, tuple) else (each,)) for each in (found, expected)), strict=True
+                *((result if isinstance(result, tuple) else (result,)) for result in (variances, expected)), strict=True
             ):
                 assert one.dtype == FP32
                 assert torch.equal(one, other)
@@ -748,11 +748,11 @@ def test_an_explanation_says_what_each_call_got_and_why():
 
         def forward(self, t):
             h = self.two(self.one(t[:, None]))
-            far = torch.einsum("ab,bc,a->ac", h, h.t(), t)
+            chain = torch.einsum("ab,bc,a->ac", h, h.t(), t)
             return (
                 h[HUB].sum()
                 + (torch.eye(len(t)).to_sparse() @ h).sum()
-                + far.sum()
+                + chain.sum()
                 + torch.einsum("a,b->ab", t, t).sum()
             )
 

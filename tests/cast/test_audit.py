@@ -35,16 +35,16 @@ pytestmark = [
 ]
 
 
-def recurrent(kind, *sizes, x=(5, 2, 8), packed=False, **options):
+def recurrent(layer_class, *sizes, x=(5, 2, 8), packed=False, **options):
     """A recurrent layer as a function of its input and weights, and their shapes."""
-    layer = kind(*sizes, **options)
+    layer = layer_class(*sizes, **options)
     names = [name for name, _ in layer.named_parameters()]
 
     def run(x, *weights):
         given = pack_padded_sequence(x, torch.tensor([5, 3])) if packed else x
         return functional_call(layer, dict(zip(names, weights, strict=True)), (given,))
 
-    return run, [x, *(tuple(each.shape) for each in layer.parameters())]
+    return run, [x, *(tuple(weight.shape) for weight in layer.parameters())]
 
 
 def bag(*ends, **options):
@@ -101,7 +101,7 @@ def grouped(ends):
             return functional.grouped_mm(tokens, experts, offs=offsets)
         begins = [0, *ends]
         if experts.dim() == 3:
-            parts = [tokens[a:b] @ each for a, b, each in zip(begins, ends, experts, strict=False)]
+            parts = [tokens[a:b] @ expert for a, b, expert in zip(begins, ends, experts, strict=False)]
             return torch.cat(parts)
         return torch.stack([tokens[:, a:b] @ experts[a:b] for a, b in zip(begins, ends, strict=False)])
 
@@ -145,12 +145,12 @@ CASES = {
     "einsum of two": (lambda a, b: torch.einsum("bik,bjk->bij", a, b), [(2, 5, 33), (2, 6, 33)]),
     "einsum of three": (lambda a, b, c: torch.einsum("bi,bj,ijk->bk", a, b, c), [(4, 9), (4, 8), (9, 8, 5)]),
     "einsum of five": (
-        lambda *each: torch.einsum("ab,bc,cd,de,ef->af", *each), [(4, 9), (9, 8), (8, 7), (7, 5), (5, 6)],
+        lambda *factors: torch.einsum("ab,bc,cd,de,ef->af", *factors), [(4, 9), (9, 8), (8, 7), (7, 5), (5, 6)],
     ),
-    "einsum of a list": (lambda *each: torch.einsum("ab,bc,...cd->...ad", each), [(4, 9), (9, 8), (2, 8, 7)]),
+    "einsum of a list": (lambda *factors: torch.einsum("ab,bc,...cd->...ad", factors), [(4, 9), (9, 8), (2, 8, 7)]),
     "einsum of sublists": (lambda a, b: torch.einsum(a, [0, 1], b, [1, 2], [0, 2]), [(4, 9), (9, 8)]),
     "chain_matmul": (torch.chain_matmul, [(4, 9), (9, 8), (8, 5)]),
-    "multi_dot": (lambda *each: torch.linalg.multi_dot(each), [(4, 9), (9, 8), (8, 5)]),
+    "multi_dot": (lambda *factors: torch.linalg.multi_dot(factors), [(4, 9), (9, 8), (8, 5)]),
     "matrix_power": (lambda a: torch.linalg.matrix_power(a / 4, 3), [(6, 6)]),
     "matrix_exp": (lambda a: torch.linalg.matrix_exp(a / 4), [(6, 6)]),
     "cov": (torch.cov, [(4, 30)]),
@@ -167,7 +167,7 @@ CASES = {
     **of_dims(1), **of_dims(2), **of_dims(3),
     "conv_tbc": (torch.conv_tbc, [(9, 3, 4), (3, 4, 5), (5,)]),
     "convolution": (
-        lambda *each: torch.convolution(*each, [2], [1], [1], True, [1], 1), [(2, 4, 9), (4, 3, 3), (3,)],
+        lambda *operands: torch.convolution(*operands, [2], [1], [1], True, [1], 1), [(2, 4, 9), (4, 3, 3), (3,)],
     ),
     "attention": attend(*HEADS),
     "attention, causal": attend(*[(2, 4, 9, 8)] * 3, is_causal=True, scale=0.3),
@@ -200,13 +200,13 @@ def drawn(shapes, dtype, seed=0):
 def leaves(out):
     if isinstance(out, Tensor):
         return [out] if out.is_floating_point() else []
-    return [leaf for each in out if each is not None for leaf in leaves(each)]
+    return [leaf for part in out if part is not None for leaf in leaves(part)]
 
 
-def units(found, wanted, dtype):
+def units(results, wanted, dtype):
     """The largest error in some tensors, in units in the last place."""
     most = 0.0
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(results, wanted, strict=True):
         assert (got is None) == (want is None)
         if got is None or not got.numel():
             continue
@@ -246,7 +246,10 @@ def derivatives(function, operands, dtype, again):
     out = leaves(function(*operands))
 
     def along(these, seed):
-        return [each.to(x.dtype) for each, x in zip(drawn([x.shape for x in these], dtype, seed), these, strict=True)]
+        return [
+            direction.to(x.dtype)
+            for direction, x in zip(drawn([x.shape for x in these], dtype, seed), these, strict=True)
+        ]
 
     first = torch.autograd.grad(out, operands, along(out, 1), create_graph=True)
     curved = [(x, direction) for x, direction in zip(first, along(first, 2), strict=True) if x.requires_grad]
@@ -265,9 +268,9 @@ def audited(name, dtype, *, again):
     wanted = derivatives(function, [x.double().requires_grad_() for x in operands], dtype, again)
     low = [x.clone().requires_grad_() for x in operands]
     with LowKernels() as kernels, mezzo.autocast(mezzo.Policy.O3(dtype, emulate=True), "cpu"):
-        found = derivatives(function, low, dtype, again)
+        results = derivatives(function, low, dtype, again)
     assert kernels.names <= {"add", "add_", "mul"}, name  # the engine's sums of gradients
-    return tuple(units(mine, theirs, dtype) for mine, theirs in zip(found, wanted, strict=True))
+    return tuple(units(mine, theirs, dtype) for mine, theirs in zip(results, wanted, strict=True))
 
 
 def test_the_audit_has_every_op_that_is_emulated():
@@ -325,8 +328,8 @@ def test_without_gradients_and_under_torch_func_results_are_the_same(dtype):
             def total(*given):
                 return sum(x.float().sum() for x in leaves(function(*given)))  # noqa: B023
 
-            found = torch.func.grad(total, argnums=tuple(range(len(operands))))(*operands)
-        for mine, theirs in zip(found, grads, strict=True):
+            slopes = torch.func.grad(total, argnums=tuple(range(len(operands))))(*operands)
+        for mine, theirs in zip(slopes, grads, strict=True):
             assert mine.dtype == dtype, name
             spacing = torch.finfo(dtype).eps * theirs.abs().max().double() if theirs.numel() else 0.0
             assert ((mine.double() - theirs.double()).abs() <= spacing).all(), name
@@ -343,8 +346,8 @@ def test_compiled_and_recomputed_products_are_the_same(name):
         recomputed = functools.partial(checkpoint, function, use_reentrant=False, context_fn=mezzo.checkpoint_contexts)
         for other in (torch.compile(function, backend="aot_eager"), recomputed):
             torch.compiler.reset()
-            found, theirs = gradients(other, operands)
-            for mine, wanted in zip((*found, *theirs), (*out, *grads), strict=True):
+            outputs, theirs = gradients(other, operands)
+            for mine, wanted in zip((*outputs, *theirs), (*out, *grads), strict=True):
                 assert mine.dtype == dtype
                 assert ((mine.double() - wanted.double()).abs() <= torch.finfo(dtype).eps * wanted.abs().max()).all()
 
@@ -360,8 +363,8 @@ def test_attention_layers_run_no_low_product_whichever_way_they_go(dtype):
     attention = [nn.MultiheadAttention(8, 2, batch_first=True), nn.MultiheadAttention(8, 2, add_bias_kv=True),
                  nn.MultiheadAttention(8, 2, kdim=8, vdim=8, bias=False, add_zero_attn=True)]  # fmt: skip
     encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    calls = [functools.partial(each, need_weights=weights) for each in attention for weights in (True, False)]
-    calls = [functools.partial(lambda each, x: each(x, x, x)[0], call) for call in calls] + [encoder]
+    calls = [functools.partial(attends, need_weights=weights) for attends in attention for weights in (True, False)]
+    calls = [functools.partial(lambda attends, x: attends(x, x, x)[0], call) for call in calls] + [encoder]
     for layer in (*attention, encoder):
         layer.to(dtype)
     for training in (True, False):
@@ -373,7 +376,7 @@ def test_attention_layers_run_no_low_product_whichever_way_they_go(dtype):
             assert out.dtype == dtype
             assert not kernels.names & {"addmm", "mm", "bmm", "baddbmm", "linear", "_native_multi_head_attention",
                                         "_transformer_encoder_layer_fwd"}  # fmt: skip
-            assert not any("scaled_dot_product" in each for each in kernels.names)
+            assert not any("scaled_dot_product" in kernel for kernel in kernels.names)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -382,14 +385,14 @@ def test_attention_as_one_kernel_is_rounded_once(dtype):
     fast = (8, 2, inner, inner_bias, outer, outer_bias)
     with torch.no_grad():
         with LowKernels() as kernels, region(dtype):
-            (found, _) = torch._native_multi_head_attention(x, x, x, *fast, need_weights=False)
+            (attended, _) = torch._native_multi_head_attention(x, x, x, *fast, need_weights=False)
         wide = x.double().transpose(0, 1)
         exact, _ = functional.multi_head_attention_forward(
             wide, wide, wide, 8, 2, inner.double(), inner_bias.double(), None, None, False, 0.0, outer.double(),
             outer_bias.double(), need_weights=False,
         )  # fmt: skip
     assert kernels.names == set()
-    assert units([found], [exact.transpose(0, 1)], dtype) <= MOST
+    assert units([attended], [exact.transpose(0, 1)], dtype) <= MOST
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -414,12 +417,12 @@ def test_embedding_bags_keep_what_torch_asks_of_a_table(dtype):
 def test_another_dtype_of_the_result_is_what_is_rounded_to(dtype):
     a, b, c = drawn([*PRODUCT, (6,)], dtype)
     with region(dtype):
-        found = [torch.mm(a, b, out_dtype=torch.float32), torch.mm(a, b, torch.float32),
+        products = [torch.mm(a, b, out_dtype=torch.float32), torch.mm(a, b, torch.float32),
                  torch.bmm(a[None], b[None], out_dtype=torch.float32)[0],
                  torch.addmm(c, a, b, out_dtype=torch.float32) - c.float()]  # fmt: skip
-    for each in found:
-        assert each.dtype == torch.float32
-        torch.testing.assert_close(each.double(), a.double() @ b.double(), rtol=0, atol=1e-5)
+    for product in products:
+        assert product.dtype == torch.float32
+        torch.testing.assert_close(product.double(), a.double() @ b.double(), rtol=0, atol=1e-5)
 
 
 def test_what_torch_refuses_is_refused():

@@ -103,7 +103,7 @@ def test_inputs_and_outputs_are_cast_through_nested_containers(low):
     assert (type(given["user"]), type(given["data"]), given["data"].name) == (collections.UserDict, Batch, "batch")
     assert given["data"].labels is labels
     every = (listed[0], listed[1][0], pair.left, ordered["a"], given["x"], given["user"]["y"], given["data"].pixels)
-    assert all(each is every[0] and each.dtype == low for each in every)  # one tensor is cast once
+    assert all(tensor is every[0] and tensor.dtype == low for tensor in every)  # one tensor is cast once
     assert kwargs["packed"].data.dtype == low
     assert out["args"][0][0].dtype == out["args"][3]["data"].pixels.dtype == out["packed"].data.dtype == torch.float32
     assert out["args"][0][1][3].dtype == torch.float64
@@ -134,8 +134,8 @@ def test_fp32_that_a_model_makes_meets_modules_as_it_meets_hand_made_casts():
     x, t = data(2, 8), torch.tensor([999.0, 1000.0])
     out, expected = model(x, t), by_hand(x, t)
     assert torch.equal(out, expected.float())
-    for each in (out, expected):
-        each.float().square().sum().backward()
+    for output in (out, expected):
+        output.float().square().sum().backward()
     assert_same([p.grad for p in model.parameters()], [p.grad for p in by_hand.parameters()])
 
 
@@ -144,11 +144,11 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.each = nn.ParameterList([nn.Parameter(torch.eye(4)) for _ in range(2)])
+        self.weights = nn.ParameterList([nn.Parameter(torch.eye(4)) for _ in range(2)])
         self.named, self.inner = nn.ParameterDict({"out": nn.Parameter(torch.eye(4))}), []
 
     def forward(self, x, depth=1):
-        out = sum(x @ weight for weight in self.each) @ self.named["out"]
+        out = sum(x @ weight for weight in self.weights) @ self.named["out"]
         self.inner.append(out.dtype)
         return self(out, depth - 1) if depth else out
 
@@ -178,9 +178,9 @@ KINDS = {
 class Cached(nn.Module):
     """Attention whose keys and values go from call to call, as in ``generate``."""
 
-    def __init__(self, kind):
+    def __init__(self, form):
         super().__init__()
-        self.make, self.read = KINDS[kind]
+        self.make, self.read = KINDS[form]
         self.table, self.qkv, self.head = nn.Embedding(11, 16), nn.Linear(16, 48), nn.Linear(16, 11)
 
     def forward(self, tokens, cache=None):
@@ -200,17 +200,17 @@ class Cached(nn.Module):
         return tokens, cache
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_model_gave_out_comes_back_as_it_was(kind):
-    model = seeded(lambda: Cached(kind))
+@pytest.mark.parametrize("form", KINDS)
+def test_what_a_model_gave_out_comes_back_as_it_was(form):
+    model = seeded(lambda: Cached(form))
     by_hand = copy.deepcopy(model).bfloat16()
     mezzo.prepare(model, LOW[2])
     tokens = torch.randint(11, (2, 3))
-    found, cache = model.generate(tokens, 5)
-    assert torch.equal(found, by_hand.generate(tokens, 5)[0])
+    generated, cache = model.generate(tokens, 5)
+    assert torch.equal(generated, by_hand.generate(tokens, 5)[0])
     assert model.read(cache[0])[0].dtype == torch.float32
     with torch.inference_mode():
-        assert torch.equal(model.generate(tokens, 5)[0], found)
+        assert torch.equal(model.generate(tokens, 5)[0], generated)
     with torch.no_grad():
         _, cache = model(tokens)
         model.read(cache[0])[0].zero_()  # a program's own edit counts, and is FP32
@@ -250,21 +250,21 @@ MAPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("parametrization", MAPS)
 @pytest.mark.parametrize("policy", HALVES)
-def test_a_weight_is_made_in_fp32_and_used_low(kind, policy):
+def test_a_weight_is_made_in_fp32_and_used_low(parametrization, policy):
     """Bit for bit as under O1, and after remove() as if nothing had been."""
-    plain = seeded(lambda: nn.Sequential(MAPS[kind](nn.Linear(8, 8, bias=False)), nn.Linear(8, 2)))
-    models, x, found = [copy.deepcopy(plain) for _ in range(2)], data(4, 8), []
-    for model, each in zip(models, (policy, policy.replace("O2", "O1")), strict=True):
-        handle = mezzo.prepare(model, each)
+    plain = seeded(lambda: nn.Sequential(MAPS[parametrization](nn.Linear(8, 8, bias=False)), nn.Linear(8, 2)))
+    models, x, runs = [copy.deepcopy(plain) for _ in range(2)], data(4, 8), []
+    for model, text in zip(models, (policy, policy.replace("O2", "O1")), strict=True):
+        handle = mezzo.prepare(model, text)
         with handle.autocast():
             out = model(x)
         out.float().square().sum().backward()
-        found.append([out, *(p.grad for p in model.parameters())])
+        runs.append([out, *(p.grad for p in model.parameters())])
         assert model[0].weight.dtype == torch.float32
         handle.remove()
-    assert_same(*found)
+    assert_same(*runs)
     torch.testing.assert_close(models[0](x), models[1](x), rtol=0, atol=0 if "bfloat16" in policy else 2**-20)
 
 
@@ -288,19 +288,19 @@ def test_threads_may_call_a_model_at_once():
     model, _ = speech(LOW[0] + ",fp32_module=head")
     x, tokens = speech_data()
     expected = model(x, tokens), model.encode(x).states
-    at_once, found = threading.Barrier(2), []
+    at_once, outputs = threading.Barrier(2), []
     hook = model.rnn.register_forward_pre_hook(lambda *_: at_once.wait(10) and None)
 
     def encode():
         at_once.wait(10)  # the other thread is in the model now
-        found.append(model.encode(x).states)
+        outputs.append(model.encode(x).states)
 
     thread = threading.Thread(target=encode)
     thread.start()
-    found.append(model(x, tokens))
+    outputs.append(model(x, tokens))
     thread.join()
     hook.remove()
-    assert all(any(torch.equal(each, wanted) for each in found) for wanted in expected)
+    assert all(any(torch.equal(output, wanted) for output in outputs) for wanted in expected)
     assert no_mode_is_left()
 
 
@@ -334,7 +334,7 @@ def test_gradients_of_each_sample_by_vmap_and_functional_call(policy):
     eps = torch.finfo(handle.policy.dtype).eps
     for name, gradients in together.items():
         assert gradients.dtype == params[name].dtype
-        wanted = torch.stack([each[name] for each in single])
+        wanted = torch.stack([of_sample[name] for of_sample in single])
         # One batched product adds in another order than three: a unit in the last place, a few times over.
         torch.testing.assert_close(gradients, wanted, rtol=0, atol=8 * eps * wanted.abs().max().item())
 
@@ -373,7 +373,7 @@ def test_copies_of_a_prepared_model_are_plain_fp32_models(policy):
     model(data(4, 8))  # after a call, when a hook might hold something that cannot be copied
     for make in (copy.deepcopy, saved_and_loaded):
         copied = make(model)
-        memory = [{t.data_ptr() for t in in_memory(each.parameters())} for each in (model, copied)]
+        memory = [{t.data_ptr() for t in in_memory(net.parameters())} for net in (model, copied)]
         assert memory[0].isdisjoint(memory[1])
         if "float16" in policy.replace("bfloat16", ""):  # below 2^-16 halves hold FP16's weights to 2^-40
             torch.testing.assert_close(results(copied), expected, rtol=1e-6, atol=1e-9)

@@ -255,9 +255,9 @@ def test_a_region_may_be_entered_for_the_first_time_while_torch_compile_traces()
         with mezzo.autocast(policy, "cpu"):
             return functional.softplus(torch.tanh(y) @ y.mT)
 
-    found = torch.compile(run, backend="eager", fullgraph=True)(data(8, 16))
-    assert found.dtype == torch.bfloat16
-    assert_same([found], [run(data(8, 16))])
+    output = torch.compile(run, backend="eager", fullgraph=True)(data(8, 16))
+    assert output.dtype == torch.bfloat16
+    assert_same([output], [run(data(8, 16))])
 
 
 @pytest.mark.parametrize(

@@ -96,19 +96,19 @@ PRODUCTS = [
 def test_a_product_that_is_further_from_fp32s_than_rounding_is_wrong(small, monkeypatch):
     before = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", dtype=FLOAT16), torch.device("meta"):  # which reach it not
-        found = child.examined(FLOAT16)
+        verdicts = child.examined(FLOAT16)
     slowest = ("linear", "convolution", "attention", "lstm")
     for family, name in zip(FAMILIES, slowest, strict=True):
-        assert found[family] == {"status": "right", "speed_ratio": 1.0, "detail": f"slowest: {name}"}
+        assert verdicts[family] == {"status": "right", "speed_ratio": 1.0, "detail": f"slowest: {name}"}
     assert torch.equal(before, torch.get_rng_state())
     _, shapes, _ = child.PRODUCTS["matmul"]
     for product, status, detail in PRODUCTS:
         monkeypatch.setitem(child.PRODUCTS, "matmul", ("products", shapes, product))
-        found = child.examined(BFLOAT16)
-        assert found["products"]["status"] == status
-        assert found["products"]["detail"].startswith(detail)
-        assert (found["products"]["speed_ratio"] is None) == (status != "right")
-        assert {found[family]["status"] for family in FAMILIES[1:]} == {"right"}, "of another family nothing is said"
+        verdicts = child.examined(BFLOAT16)
+        assert verdicts["products"]["status"] == status
+        assert verdicts["products"]["detail"].startswith(detail)
+        assert (verdicts["products"]["speed_ratio"] is None) == (status != "right")
+        assert {verdicts[family]["status"] for family in FAMILIES[1:]} == {"right"}, "of another family nothing is said"
     monkeypatch.setitem(child.PRODUCTS, "matmul", ("products", shapes, refusing(torch.float32)))
     with pytest.raises(RuntimeError, match="no kernel"):  # of FP32: a failure, and no answer
         child.examined(BFLOAT16)
@@ -117,8 +117,8 @@ def test_a_product_that_is_further_from_fp32s_than_rounding_is_wrong(small, monk
 def test_the_slowest_product_decides_what_is_fast(small, monkeypatch):
     ratios = iter([2.0, 0.25, 0.5, 3.0, 1.0, 0.1])  # linear, matmul, convolution, attention, lstm, gru
     monkeypatch.setattr(child, "_speed_ratio", lambda *_: next(ratios))
-    found = [(each["speed_ratio"], each["detail"]) for each in child.examined(BFLOAT16).values()]
-    assert found == [
+    timings = [(verdict["speed_ratio"], verdict["detail"]) for verdict in child.examined(BFLOAT16).values()]
+    assert timings == [
         (0.25, "slowest: matmul"), (0.5, "slowest: convolution"), (3.0, "slowest: attention"), (0.1, "slowest: gru")
     ]  # fmt: skip
 
@@ -134,8 +134,8 @@ def test_fp32_and_the_format_are_timed_by_turns_and_the_least_of_each_counts(mon
     def ratio(*times):
         """Of pairs: FP32's time, and the format's."""
         asked.clear()
-        told = (each for pair in times for each in pair)
-        monkeypatch.setattr(child, "_seconds", lambda work, device: asked.append(work) or next(told))
+        durations = (duration for pair in times for duration in pair)
+        monkeypatch.setattr(child, "_seconds", lambda work, device: asked.append(work) or next(durations))
         return child._speed_ratio("fp32", "format", "cpu")
 
     assert ratio((1.0, 9.0), (3.0, 2.0), (3.0, 9.0), (9.0, 9.0), (9.0, 9.0)) == 0.5
@@ -147,9 +147,9 @@ def test_fp32_and_the_format_are_timed_by_turns_and_the_least_of_each_counts(mon
     assert ratio(*[(0.0, 1.0)] * child.MIN_TURNS) is None
     monkeypatch.setattr(child, "WIDTHS", (32,))
     monkeypatch.setattr(child, "_seconds", lambda work, device: 0.0)
-    found = child.examined(BFLOAT16)
-    for each in found.values():
-        assert each == {"status": "right", "speed_ratio": None, "detail": "too short for this clock"}
+    verdicts = child.examined(BFLOAT16)
+    for verdict in verdicts.values():
+        assert verdict == {"status": "right", "speed_ratio": None, "detail": "too short for this clock"}
 
 
 # What the parent makes of it ----------------------------------------------------------------------------
@@ -211,8 +211,8 @@ def test_a_death_is_asked_again_under_the_limit(children):
     wrong = {"status": "wrong", "speed_ratio": None, "detail": "off"}
     ends["bfloat16", ISA_LIMIT] = RIGHT | {"convolution": wrong}  # which the limit cures but for one family
     support = probing.cpu_report(refresh=True).formats[BFLOAT16]
-    assert [each.speed_ratio for each in support.families.values()] == [2.0, None, 2.0, 2.0]
-    assert [each.is_usable for each in support.families.values()] == [True, False, True, True]
+    assert [family.speed_ratio for family in support.families.values()] == [2.0, None, 2.0, 2.0]
+    assert [family.is_usable for family in support.families.values()] == [True, False, True, True]
     assert support.families["convolution"].detail == f"{died}; wrong (off) with {VARIABLE}={ISA_LIMIT}"
     assert support.status == "dead"
     for end in (DEAD, 1, dict.fromkeys(FAMILIES, wrong)):  # which it does not cure
@@ -293,7 +293,7 @@ def test_warning_filters_and_folders_of_the_users_do_not_reach_the_child(monkeyp
         f"import warnings; warnings.warn('old'); import json; print({child.PREFIX!r} + '{json.dumps(RIGHT)}')"
     )
     monkeypatch.setattr(probing, "CHILD_COMMAND", [*probing.CHILD_COMMAND[:-1], str(script)])
-    assert {each.status for each in probing.cpu_report().formats.values()} == {"right"}
+    assert {of_format.status for of_format in probing.cpu_report().formats.values()} == {"right"}
 
 
 def test_another_processor_torch_or_probe_is_another_file(children, cache, monkeypatch):
@@ -335,10 +335,10 @@ def test_a_file_that_is_not_right_is_replaced_with_a_line_in_the_log(children, c
         assert file.read_bytes() == whole
 
 
-@pytest.mark.parametrize("place", ["file", "homeless"])
-def test_a_cache_that_cannot_be_written_costs_a_line_in_the_log(children, monkeypatch, tmp_path, caplog, place):
+@pytest.mark.parametrize("location", ["file", "homeless"])
+def test_a_cache_that_cannot_be_written_costs_a_line_in_the_log(children, monkeypatch, tmp_path, caplog, location):
     (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if place == "file" else "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if location == "file" else "")
 
     def homeless():
         raise RuntimeError("Could not determine home directory.")
@@ -430,15 +430,15 @@ def test_no_answer_is_no_survival(monkeypatch):
 def support(status, claim=LACKS, ratio=None):
     """What a family is; one that is cured is dead."""
     is_cured = status == "cured"
-    told = {"status": "dead" if is_cured else status, "is_cured": is_cured, "detail": "as told"}
-    return FamilySupport(**told, claim=claim, speed_ratio=ratio)
+    fields = {"status": "dead" if is_cured else status, "is_cured": is_cured, "detail": "as told"}
+    return FamilySupport(**fields, claim=claim, speed_ratio=ratio)
 
 
 def report(float16=("right", LACKS), bfloat16=("right", HAS), *, needs_isa_limit=False):
     """A report of which one thing holds for all families of a format: status, claim and speed."""
     formats = {
-        dtype: FormatSupport(families=dict.fromkeys(FAMILIES, support(*said)))
-        for dtype, said in zip(FORMATS, (float16, bfloat16), strict=True)
+        dtype: FormatSupport(families=dict.fromkeys(FAMILIES, support(*words)))
+        for dtype, words in zip(FORMATS, (float16, bfloat16), strict=True)
     }
     return DeviceReport(device_type="cpu", name="a CPU", formats=formats, needs_isa_limit=needs_isa_limit)
 
@@ -447,21 +447,21 @@ CURED = report(bfloat16=("cured", HAS), needs_isa_limit=True)
 
 
 @pytest.fixture
-def told(monkeypatch):
+def probed(monkeypatch):
     """Return a function that tells what the probe finds, and collects how it is asked."""
     monkeypatch.setattr(probing, "cpu_report", lambda **_: pytest.fail("the CPU was probed"))
     monkeypatch.setattr(decide, "survives_here", lambda dtype: pytest.fail("a copy of this process was made"))
 
-    def tell(found):
+    def tell(answer):
         asked = []
-        monkeypatch.setattr(probing, "cpu_report", lambda *, refresh: asked.append(refresh) or found)
+        monkeypatch.setattr(probing, "cpu_report", lambda *, refresh: asked.append(refresh) or answer)
         return asked
 
     return tell
 
 
 @pytest.fixture
-def tried(told, monkeypatch):
+def tried(probed, monkeypatch):
     """Return a function that sets how the trial in a copy of this process ends, and collects what it was given."""
 
     def end(survives):
@@ -474,13 +474,13 @@ def tried(told, monkeypatch):
     return end
 
 
-def test_a_process_asks_once_unless_it_is_to_ask_again(told, monkeypatch):
-    asked = told(report())
+def test_a_process_asks_once_unless_it_is_to_ask_again(probed, monkeypatch):
+    asked = probed(report())
     first = probe("cpu")
     assert first == report()
     assert probe("cpu") is first
     assert asked == [False]
-    asked = told(CURED)
+    asked = probed(CURED)
     assert probe("cpu", refresh=True) == probe("cpu") == CURED
     assert asked == [True]
     monkeypatch.setattr(decide, "_reports", {})  # and threads that ask together
@@ -496,7 +496,7 @@ def test_a_process_asks_once_unless_it_is_to_ask_again(told, monkeypatch):
     assert len(asked) == 1
 
 
-def test_full_precision_is_never_emulated_and_never_probed(told):
+def test_full_precision_is_never_emulated_and_never_probed(probed):
     for dtype in (torch.float32, torch.float64):
         for emulate in ("auto", True, False):
             for choice in arithmetic(dtype, "cpu", emulate).values():
@@ -531,21 +531,21 @@ DECISIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("found, emulate, action, reason", DECISIONS)
-def test_what_is_not_right_or_slow_is_emulated(told, caplog, found, emulate, action, reason):
+@pytest.mark.parametrize("bfloat16, emulate, action, reason", DECISIONS)
+def test_what_is_not_right_or_slow_is_emulated(probed, caplog, bfloat16, emulate, action, reason):
     """Where something is amiss it is said, once."""
-    told(report(bfloat16=found))
+    probed(report(bfloat16=bfloat16))
     for _ in range(2):
         choice = of_all(arithmetic(BFLOAT16, "cpu", emulate))
         assert choice.action == action
         assert reason in choice.reason
     assert not os.environ[VARIABLE]
-    assert len(caplog.records) == (emulate == "auto" and found[0] in ("wrong", "unknown", "dead"))
+    assert len(caplog.records) == (emulate == "auto" and bfloat16[0] in ("wrong", "unknown", "dead"))
 
 
-def test_native_arithmetic_that_is_not_right_is_refused(told, monkeypatch):
+def test_native_arithmetic_that_is_not_right_is_refused(probed, monkeypatch):
     for status in ("wrong", "unsupported", "unknown"):
-        told(report(bfloat16=(status, HAS)))
+        probed(report(bfloat16=(status, HAS)))
         monkeypatch.setattr(decide, "_reports", {})
         with pytest.raises(UnsupportedError) as caught:
             arithmetic(BFLOAT16, "cpu", False)
@@ -556,8 +556,8 @@ def test_native_arithmetic_that_is_not_right_is_refused(told, monkeypatch):
 
 
 @pytest.mark.parametrize("emulate, action", [("auto", "limit"), (False, "limit"), (True, "emulate")])
-def test_a_limit_is_set_before_it_is_tried_and_the_answer_stays_the_same(told, tried, caplog, emulate, action):
-    told(CURED)
+def test_a_limit_is_set_before_it_is_tried_and_the_answer_stays_the_same(probed, tried, caplog, emulate, action):
+    probed(CURED)
     given = tried(survives=True)
     first = of_all(arithmetic(BFLOAT16, "cpu", emulate))
     assert first.action == action
@@ -570,8 +570,8 @@ def test_a_limit_is_set_before_it_is_tried_and_the_answer_stays_the_same(told, t
     assert not caplog.records
 
 
-def test_where_the_limit_comes_too_late_it_is_taken_back_and_one_warning_says_so(told, tried, caplog):
-    told(CURED)
+def test_where_the_limit_comes_too_late_it_is_taken_back_and_one_warning_says_so(probed, tried, caplog):
+    probed(CURED)
     tried(survives=False)
     why = "bfloat16 kills the process on this CPU (as told), and this process has used oneDNN before that was set"
     with refused(UnsupportedError, f"  why    {why}\n", f"emulate=auto\n         {VARIABLE}={ISA_LIMIT} python …"):
@@ -592,9 +592,9 @@ def test_where_the_limit_comes_too_late_it_is_taken_back_and_one_warning_says_so
 
 
 @pytest.mark.parametrize("survives, action", [(True, "native"), (False, "emulate")])
-def test_a_limit_of_the_users_own_is_tried_and_never_overridden(told, tried, monkeypatch, survives, action):
+def test_a_limit_of_the_users_own_is_tried_and_never_overridden(probed, tried, monkeypatch, survives, action):
     monkeypatch.setenv(VARIABLE, "AVX512_CORE")
-    told(CURED)
+    probed(CURED)
     given = tried(survives=survives)
     choice = of_all(arithmetic(BFLOAT16))
     assert choice.action == action
@@ -609,10 +609,10 @@ def all_do(action):
 
 def some_are(dtype, **families):
     """A report in which some families of a format are as said, and the others right and fast."""
-    told = report(("right", HAS), ("right", HAS))
-    others = {family: support(*said) for family, said in families.items()}
-    formats = told.formats | {dtype: FormatSupport(families={**told.formats[dtype].families, **others})}
-    return dataclasses.replace(told, formats=formats)
+    usable = report(("right", HAS), ("right", HAS))
+    others = {family: support(*words) for family, words in families.items()}
+    formats = usable.formats | {dtype: FormatSupport(families={**usable.formats[dtype].families, **others})}
+    return dataclasses.replace(usable, formats=formats)
 
 
 def test_intentions_are_said_without_being_carried_out(monkeypatch):
@@ -627,8 +627,8 @@ def test_intentions_are_said_without_being_carried_out(monkeypatch):
     assert intended(CURED, BFLOAT16) == all_do("native")
 
 
-def test_a_format_that_is_cured_but_slow_is_emulated(told, tried):
-    told(report(float16=("cured", LACKS), needs_isa_limit=True))
+def test_a_format_that_is_cured_but_slow_is_emulated(probed, tried):
+    probed(report(float16=("cured", LACKS), needs_isa_limit=True))
     tried(survives=True)
     actions = [of_all(arithmetic(FLOAT16, "cpu", emulate)).action for emulate in ("auto", False)]
     assert actions == ["emulate", "limit"]
@@ -657,9 +657,9 @@ def test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers(
 def test_an_absent_device_is_named_and_never_touched(monkeypatch):
     present(monkeypatch, None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: pytest.fail("CUDA was touched"))
-    for kind in ("cuda", "mps", "xpu"):
-        for call in (lambda: arithmetic(FLOAT16, kind), lambda: arithmetic(FLOAT16, kind, True), lambda: probe(kind)):  # noqa: B023
-            with refused(UnsupportedError, f"there is no {kind} device here\n", 'write  device_type="cpu"'):
+    for name in ("cuda", "mps", "xpu"):
+        for call in (lambda: arithmetic(FLOAT16, name), lambda: arithmetic(FLOAT16, name, True), lambda: probe(name)):  # noqa: B023
+            with refused(UnsupportedError, f"there is no {name} device here\n", 'write  device_type="cpu"'):
                 call()
     with refused(PolicyError, "unknown device type 'cdua'\n  why    did you mean 'cuda'?"):
         probe("cdua")
@@ -712,10 +712,10 @@ FAST = [
 
 
 @pytest.mark.parametrize("accelerator, has_bfloat16, of_model, cpu, fast", FAST)
-def test_the_fast_format_is_the_devices(monkeypatch, told, accelerator, has_bfloat16, of_model, cpu, fast):
+def test_the_fast_format_is_the_devices(monkeypatch, probed, accelerator, has_bfloat16, of_model, cpu, fast):
     present(monkeypatch, accelerator, has_bfloat16=has_bfloat16)
     if cpu is not None:
-        told(cpu)
+        probed(cpu)
     assert fast_format(of_model) == fast
 
 
@@ -756,8 +756,8 @@ def test_no_policy_kills_a_process_in_which_the_variable_is_not_set():
                         assert choice.action == "emulate" or found[family]["status"] == "right", family
                 print(dtype, support.status, emulate, *(choice.action for choice in choices.values()))
     """
-    said, errors = run_alone(program, XDG_CACHE_HOME=SHARED)
-    lines = [line.split() for line in said]
+    printed, errors = run_alone(program, XDG_CACHE_HOME=SHARED)
+    lines = [line.split() for line in printed]
     assert len(lines) == 2 * len(FORMATS)
     assert all(status in ("right", "dead") for _, status, *_ in lines)
     assert ("emulated" in errors) == any("dead" in line for line in lines), "and only that is on stderr"

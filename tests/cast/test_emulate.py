@@ -107,7 +107,7 @@ def test_exactly_the_low_precision_operands_are_saved(dtype):
     for case in ("linear", "matmul", "bmm", "conv2d", "conv2d same", "conv_transpose2d"):
         function, shapes, options = CASES[case]
         low, saved = operands(shapes, dtype), []
-        with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):  # noqa: B023
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # noqa: B023
             emulate(name_of(function), function, tuple(low), options)
         assert all(tensor.dtype == dtype for tensor in saved), case
         most = sum(x.numel() * 2 for x in low[:2]) + (2 * low[0].numel() if options.get("padding") == "same" else 0)
@@ -206,9 +206,9 @@ def test_composed_products_are_fp32_products_of_rounded_operands(case, dtype):
         assert_same(mine, run(torch.autocast("cpu", enabled=False), by_hand, inputs))
         if "convolution" not in case:  # and under torch's own lists the dtype is torch's
             with mezzo.autocast(f"{policy},lists=device", "cpu"):
-                found = function(*inputs)
+                product = function(*inputs)
             with torch.autocast("cpu", dtype=dtype):
-                assert found.dtype == function(*inputs).dtype
+                assert product.dtype == function(*inputs).dtype
 
 
 # What C++ composes of products -------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_grouped_products_run_low(dtype, emulate):
             assert out.dtype == dtype
             out.float().square().sum().backward()
         a, b = (t.detach().to(dtype).double().requires_grad_() for t in (x, weight))
-        wanted = torch.cat([part @ each for part, each in zip(a.split(8), b, strict=True)])
+        wanted = torch.cat([part @ matrix for part, matrix in zip(a.split(8), b, strict=True)])
         torch.testing.assert_close(out.double(), wanted, rtol=EPS[dtype] * 1.01, atol=1e-5)
         wanted.square().sum().backward()
         for mine, theirs in ((x.grad, a.grad), (weight.grad, b.grad)):
@@ -293,7 +293,7 @@ def recurrent():
 def leaves(out):
     if isinstance(out, Tensor):
         return [out]
-    return [leaf for each in out if each is not None for leaf in leaves(each) if leaf.is_floating_point()]
+    return [leaf for part in out if part is not None for leaf in leaves(part) if leaf.is_floating_point()]
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -313,11 +313,11 @@ def test_recurrent_networks_have_the_dtypes_of_a_device_with_the_arithmetic(dtyp
             if name == "lstm, projected":
                 states[-1] = torch.float32
             wanted = [dtype] * len(out) if low or lists == "portable" else states
-            assert [each.dtype for each in out] == wanted, name
+            assert [result.dtype for result in out] == wanted, name
             for mine, theirs in zip(out, wide, strict=True):
                 torch.testing.assert_close(mine.float(), theirs, rtol=0, atol=16 * EPS[dtype])
             network.zero_grad()
-            sum(each.float().sum() for each in out).backward()
+            sum(result.float().sum() for result in out).backward()
             assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in network.parameters())
 
 

@@ -49,12 +49,12 @@ class Kernels(TorchDispatchMode):
 HAS = Claim(has=("it",), words="it has it")
 RIGHT = FamilySupport(status="right", detail="as told", claim=HAS)
 SLOW = dataclasses.replace(RIGHT, speed_ratio=0.1)
-WRONG, UNSUPPORTED, DEAD = (dataclasses.replace(RIGHT, status=each) for each in ("wrong", "unsupported", "dead"))
+WRONG, UNSUPPORTED, DEAD = (dataclasses.replace(RIGHT, status=status) for status in ("wrong", "unsupported", "dead"))
 WHY = "it was measured at 0.1 times float32's speed (as told), although it has it"
 
 
 @pytest.fixture
-def told(monkeypatch):
+def probed(monkeypatch):
     """Return a function that tells what a processor is in each format: right and fast but for what is said."""
     monkeypatch.setattr(decide, "_said", set())
 
@@ -75,9 +75,9 @@ def drawn(*shapes):
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def layer(kind, *sizes):
+def layer(layer_class, *sizes):
     torch.manual_seed(0)
-    made = kind(*sizes)
+    made = layer_class(*sizes)
     return lambda x: made(x)[0]
 
 
@@ -109,8 +109,8 @@ def run(context, function, inputs):
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("slow", FAMILIES)
-def test_a_family_that_is_slow_is_emulated_and_no_other(told, slow, level):
-    told(**{slow: SLOW})
+def test_a_family_that_is_slow_is_emulated_and_no_other(probed, slow, level):
+    probed(**{slow: SLOW})
     for dtype in FORMATS:
         region = mezzo.autocast(getattr(mezzo.Policy, level)(dtype), "cpu")
         assert region.emulated
@@ -119,15 +119,15 @@ def test_a_family_that_is_slow_is_emulated_and_no_other(told, slow, level):
             if (level != "O1" and family == "recurrent") or name == "tensordot":
                 continue  # whose weights a handle would store low; whose operands are promoted, and not cast
             inputs = [x if level == "O1" else x.to(dtype) for x in drawn(*shapes)]
-            found, dtypes = run(region, function, inputs)
+            outputs, dtypes = run(region, function, inputs)
             assert dtypes == {"float32" if family == slow else dtype_name(dtype)}, name
-            assert found[0].dtype == dtype, name
+            assert outputs[0].dtype == dtype, name
 
 
 @pytest.mark.parametrize("slow", FAMILIES)
-def test_a_native_family_keeps_torchs_own_dtypes_and_bits(told, slow):
+def test_a_native_family_keeps_torchs_own_dtypes_and_bits(probed, slow):
     """In a region with a mode, which torch alone has not: states of recurrent layers, composites, promotions."""
-    told(**{slow: WRONG})
+    probed(**{slow: WRONG})
     region = mezzo.autocast(mezzo.Policy.O1(LOW, lists="device"), "cpu")
     for name, (family, function, shapes) in OPS.items():
         if name == "lstm" and not has_low_lstm():
@@ -141,45 +141,45 @@ def test_a_native_family_keeps_torchs_own_dtypes_and_bits(told, slow):
             assert_same(mine, theirs)
 
 
-def test_what_is_emulated_is_part_of_what_regions_are_kept_by(told):
+def test_what_is_emulated_is_part_of_what_regions_are_kept_by(probed):
     keys = set()
     for slow in ({}, {"convolution": SLOW}, {"attention": SLOW}, {"convolution": SLOW, "attention": SLOW}):
-        told(**slow)
+        probed(**slow)
         region = mezzo.autocast("O1,dtype=bfloat16", "cpu").region
         assert region.per_device[0].emulated == set(slow)
         assert region.emulated == bool(slow)
         keys.add(region.keys)
     assert len(keys) == 4
-    told()
+    probed()
     assert not mezzo.autocast("O1,dtype=bfloat16,lists=device", "cpu").has_differences
 
 
-def test_false_refuses_what_is_not_right_and_true_emulates_all(told):
-    told(convolution=SLOW)
+def test_false_refuses_what_is_not_right_and_true_emulates_all(probed):
+    probed(convolution=SLOW)
     assert {choice.action for choice in arithmetic(LOW, "cpu", False).values()} == {"native"}
     assert {choice.action for choice in arithmetic(LOW, "cpu", True).values()} == {"emulate"}
-    told(recurrent=UNSUPPORTED, attention=WRONG)
+    probed(recurrent=UNSUPPORTED, attention=WRONG)
     why = "bfloat16 in attention on this cpu is wrong (as told); bfloat16 in recurrent on this cpu is unsupported"
     with refused(UnsupportedError, "bfloat16 cannot be computed natively on this cpu: attention, recurrent\n", why):
         arithmetic(LOW, "cpu", False)
 
 
-def test_what_is_wrong_is_said_and_what_is_slow_or_missing_is_not(told, caplog):
-    told(convolution=SLOW, recurrent=UNSUPPORTED)
+def test_what_is_wrong_is_said_and_what_is_slow_or_missing_is_not(probed, caplog):
+    probed(convolution=SLOW, recurrent=UNSUPPORTED)
     choices = arithmetic(LOW)
     assert [choices[family].action for family in FAMILIES] == ["native", "emulate", "native", "emulate"]
     assert choices["convolution"].reason == f"bfloat16 in convolution on this cpu is slow: {WHY}"
     assert not caplog.records
-    told(convolution=WRONG, attention=WRONG)
+    probed(convolution=WRONG, attention=WRONG)
     arithmetic(LOW)
     (record,) = caplog.records
     assert record.getMessage().startswith("bfloat16 is emulated in convolution and attention on this cpu\n")
 
 
-def test_a_death_is_the_whole_devices_and_what_its_cure_leaves_wrong_is_emulated(told, monkeypatch):
+def test_a_death_is_the_whole_devices_and_what_its_cure_leaves_wrong_is_emulated(probed, monkeypatch):
     cured = dataclasses.replace(DEAD, is_cured=True)
     slow = dataclasses.replace(cured, speed_ratio=0.1)
-    told(products=cured, convolution=cured, attention=DEAD, recurrent=slow)
+    probed(products=cured, convolution=cured, attention=DEAD, recurrent=slow)
     monkeypatch.setattr(decide, "_revived", {})
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     for survives, actions in ((True, ["native", "native", "emulate", "emulate"]), (False, ["emulate"] * 4)):
@@ -191,8 +191,8 @@ def test_a_death_is_the_whole_devices_and_what_its_cure_leaves_wrong_is_emulated
             arithmetic(LOW, "cpu", False)
 
 
-def test_a_pin_inside_emulates_what_the_region_around_it_does(told):
-    told(convolution=SLOW)
+def test_a_pin_inside_emulates_what_the_region_around_it_does(probed):
+    probed(convolution=SLOW)
 
     @mezzo.low
     def pinned(x, image, kernel):
@@ -207,13 +207,13 @@ def test_a_pin_inside_emulates_what_the_region_around_it_does(told):
         for given, wanted in (((x, image, kernel), {product, convolution}),):
             with Kernels() as kernels, mezzo.autocast(mezzo.Policy.O1(LOW, emulate=emulate), "cpu"):
                 out = pinned(*given)
-            assert {each.dtype for each in out} == {LOW}
-            assert kernels.dtypes == {dtype_name(each) for each in wanted}, emulate
+            assert {result.dtype for result in out} == {LOW}
+            assert kernels.dtypes == {dtype_name(of_operand) for of_operand in wanted}, emulate
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
-def test_compiled_code_emulates_the_same_family(told):
-    told(convolution=SLOW)
+def test_compiled_code_emulates_the_same_family(probed):
+    probed(convolution=SLOW)
     region = mezzo.autocast("O1,dtype=bfloat16", "cpu")
 
     def both(image, kernel, weight):
@@ -228,23 +228,23 @@ def test_compiled_code_emulates_the_same_family(told):
     eager, dtypes = run(region, both, inputs)
     assert dtypes == {"float32", "bfloat16"}
     for function, context in ((both, region), (inside, torch.enable_grad())):
-        found, dtypes = run(context, torch.compile(function, backend="aot_eager", fullgraph=True), inputs)
+        outputs, dtypes = run(context, torch.compile(function, backend="aot_eager", fullgraph=True), inputs)
         assert dtypes == {"float32", "bfloat16"}
-        assert_same(found, eager)
-    told()  # as after a refreshed probe: what was compiled is not used again
+        assert_same(outputs, eager)
+    probed()  # as after a refreshed probe: what was compiled is not used again
     native = mezzo.autocast("O1,dtype=bfloat16", "cpu")
     assert run(native, torch.compile(both, backend="aot_eager"), inputs)[1] == {"bfloat16"}
 
 
-def test_a_session_and_an_explanation_say_which_family(told):
-    told(convolution=SLOW)
+def test_a_session_and_an_explanation_say_which_family(probed):
+    probed(convolution=SLOW)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(288, 8))
-    found = mezzo.explain(model, torch.ones(2, 4, 8, 8), "O1,dtype=bfloat16")
-    assert {row.op: row.emulated for row in found.rows if row.op in EMULATED} == {"conv2d": True, "linear": False}
+    explanation = mezzo.explain(model, torch.ones(2, 4, 8, 8), "O1,dtype=bfloat16")
+    assert {row.op: row.emulated for row in explanation.rows if row.op in EMULATED} == {"conv2d": True, "linear": False}
     why = f"bfloat16 in convolution on this cpu is slow: {WHY}"
-    assert [dataclasses.astuple(each) for each in found.emulated] == [("convolution", why)]
-    assert f"convolution emulated in FP32 ({why}), torch" in " ".join(str(found).split())
-    assert found.to_dict()["emulated"] == [{"family": "convolution", "why": why}]
+    assert [dataclasses.astuple(family) for family in explanation.emulated] == [("convolution", why)]
+    assert f"convolution emulated in FP32 ({why}), torch" in " ".join(str(explanation).split())
+    assert explanation.to_dict()["emulated"] == [{"family": "convolution", "why": why}]
     amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1,dtype=bfloat16")
     assert amp.emulated
     linear = mezzo.explain(nn.Linear(8, 8), torch.ones(2, 8), "O1,dtype=bfloat16")
@@ -252,8 +252,8 @@ def test_a_session_and_an_explanation_say_which_family(told):
     assert "native arithmetic" in str(linear)
 
 
-def test_a_plan_emulates_the_same_family(told):
-    told(convolution=SLOW)
+def test_a_plan_emulates_the_same_family(probed):
+    probed(convolution=SLOW)
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(288, 8))
     backend = mezzo.compile_backend("O1,bf16", inner="eager")
     with Kernels() as kernels:

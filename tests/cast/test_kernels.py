@@ -26,9 +26,9 @@ def kernel(*dtypes):
     """Make a kernel that adds two tensors in some dtypes, and in others says what torch's macros say."""
 
     def run(x, y):
-        for each in (x, y):
-            if each.dtype not in dtypes:
-                raise NotImplementedError(f"\"fused_cpu\" not implemented for '{CALLED[each.dtype]}'")
+        for operand in (x, y):
+            if operand.dtype not in dtypes:
+                raise NotImplementedError(f"\"fused_cpu\" not implemented for '{CALLED[operand.dtype]}'")
         RAN.append((x.dtype, y.dtype))
         return x + y
 
@@ -242,11 +242,11 @@ def test_a_banned_op_names_its_module():
 @low
 def test_what_ran_in_fp32_is_explained(word):
     model = nn.Sequential(Inner(lambda x, y: wide_only(x, y)))
-    told = mezzo.explain(model, torch.ones(2, 4), policy=f"O1,{word}")
-    (row,) = (row for row in told.rows if row.op == "mezzo_tests::wide_only")
+    explanation = mezzo.explain(model, torch.ones(2, 4), policy=f"O1,{word}")
+    (row,) = (row for row in explanation.rows if row.op == "mezzo_tests::wide_only")
     assert (row.computes_in, row.treatment) == (("float32",), "fp32")
-    assert "no kernel in" in str(told)
-    assert not any(row.disagreement for row in told.rows)
+    assert "no kernel in" in str(explanation)
+    assert not any(row.disagreement for row in explanation.rows)
 
 
 # Rules on operators of other libraries --------------------------------------------------------------------

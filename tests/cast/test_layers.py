@@ -14,7 +14,7 @@ import mezzo
 from .models import assert_same, data, seeded
 
 KINDS = ["O1,dtype=float16,emulate=true", "O1,dtype=bfloat16,emulate=false", "O2,dtype=bfloat16,emulate=true"]
-POLICIES = [f"{kind},loss_scale=128" for kind in KINDS]
+POLICIES = [f"{policy},loss_scale=128" for policy in KINDS]
 
 pytestmark = pytest.mark.parametrize("policy", POLICIES)
 

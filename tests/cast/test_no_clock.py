@@ -117,8 +117,8 @@ class Simulated:
         dtype, limit = getattr(torch, command[-1]), env.get(VARIABLE)
         if self.processor.dies and dtype == BFLOAT16 and limit != ISA_LIMIT:
             return subprocess.CompletedProcess(command, -signal.SIGILL, b"", b"")
-        said = child.PREFIX + json.dumps(child.examined(dtype))
-        return subprocess.CompletedProcess(command, 0, said.encode(), b"")
+        answer = child.PREFIX + json.dumps(child.examined(dtype))
+        return subprocess.CompletedProcess(command, 0, answer.encode(), b"")
 
 
 def each_reading(rng, simulated):
@@ -171,7 +171,7 @@ def test_a_processor_decides_and_no_clock_that_lies(name, monkeypatch, tmp_path)
             if report.formats[dtype].status == "right":
                 assert {family: choice.action for family, choice in arithmetic(dtype).items()} == does
         assert fast_format({"cpu"}) == processor.fast, (lies, seed)
-        seen.add(tuple(each.speed_ratio for each in report.formats[BFLOAT16].families.values()))
+        seen.add(tuple(family.speed_ratio for family in report.formats[BFLOAT16].families.values()))
     assert len(seen) > 5, "these clocks did lie"
 
 
@@ -204,8 +204,8 @@ def test_this_processor_decides_and_no_clock_that_lies(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
 
     def ask(command, env, **_):
-        said = child.PREFIX + json.dumps(child.examined(getattr(torch, command[-1])))
-        return subprocess.CompletedProcess(command, 0, said.encode(), b"")
+        answer = child.PREFIX + json.dumps(child.examined(getattr(torch, command[-1])))
+        return subprocess.CompletedProcess(command, 0, answer.encode(), b"")
 
     monkeypatch.setattr(subprocess, "run", ask)
     decided = []

@@ -64,9 +64,9 @@ class Product(torch.autograd.Function):
 class Net(nn.Module):
     """Gives out its features, and what it makes of them, in one structure or another."""
 
-    def __init__(self, kind="tuple"):
+    def __init__(self, form="tuple"):
         super().__init__()
-        self.kind, self.a, self.b, self.c = kind, nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.form, self.a, self.b, self.c = form, nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 3)
 
     def forward(self, x):
         f = self.a(x)
@@ -83,7 +83,7 @@ class Net(nn.Module):
             "function": lambda: (f, Product.apply(f, self.c.weight)),
             "loss": lambda: (y.square().mean(), y),
             "views": lambda: (f.view(8, 8), f.chunk(2, -1)[0], self.c(f.view(8, 8).view(4, 16))),
-        }[self.kind]()
+        }[self.form]()
 
     def step(self, x):
         return self(x)
@@ -91,7 +91,7 @@ class Net(nn.Module):
 
 def given(output):
     leaves = tree_leaves(output if not isinstance(output, Output) else [output.scores, *output.hidden])
-    return [each for each in leaves if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 STYLES = ["attach", "five lines", "a method"]
@@ -119,29 +119,29 @@ def session(model, policy, style="attach"):
 
 def slopes(output):
     """The gradients of all that is given out by each of it: of plain torch's graph."""
-    each = list({id(one): one for one in given(output) if one.dim()}.values())
+    distinct = list({id(one): one for one in given(output) if one.dim()}.values())
     loss = sum((one.float() * torch.linspace(-1, 1, one.numel()).view_as(one)).square().sum() for one in given(output))
-    return torch.autograd.grad(loss, each, allow_unused=True)
+    return torch.autograd.grad(loss, distinct, allow_unused=True)
 
 
-def assert_near(found, true, policy, factor=8.0):
+def assert_near(actual, true, policy, factor=8.0):
     bits = BITS[mezzo.Policy.parse(policy).dtype.__str__().removeprefix("torch.")]
-    assert torch.linalg.vector_norm(found - true) <= factor * 2.0**-bits * torch.linalg.vector_norm(true)
+    assert torch.linalg.vector_norm(actual - true) <= factor * 2.0**-bits * torch.linalg.vector_norm(true)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("style", STYLES)
 def test_each_output_is_where_it_is_in_the_graph(policy, style):
-    for kind in ("tuple", "reversed", "twice", "dict", "named", "dataclass", "checkpoint", "function", "loss", "views"):
-        model = seeded(Net, kind)
+    for form in ("tuple", "reversed", "twice", "dict", "named", "dataclass", "checkpoint", "function", "loss", "views"):
+        model = seeded(Net, form)
         plain = copy.deepcopy(model)
         true = slopes(plain(x))
         with session(model, policy, style) as call:
             output = call(x)
             assert type(output) is type(plain(x))
-            assert {one.dtype for one in given(output)} == {torch.float32}, kind
+            assert {one.dtype for one in given(output)} == {torch.float32}, form
             for mine, its in zip(slopes(output), true, strict=True):
-                assert (mine is None) == (its is None), kind
+                assert (mine is None) == (its is None), form
                 if mine is not None:
                     assert mine.dtype == torch.float32
                     assert_near(mine, its, policy)
@@ -162,12 +162,12 @@ def test_what_is_told_to_retain_its_gradient_has_one_and_hooks_are_called(policy
         (y.square().mean() + 0.1 * f.abs().mean()).backward()
         return [f.grad, *seen]
 
-    for kind in ("tuple", "function"):
-        model = seeded(Net, kind)
+    for form in ("tuple", "function"):
+        model = seeded(Net, form)
         true = run(copy.deepcopy(model))
         with session(model, policy, style) as call:
-            found = run(call)
-            for mine, its in zip(found, true, strict=True):
+            results = run(call)
+            for mine, its in zip(results, true, strict=True):
                 assert mine.dtype == torch.float32
                 assert_near(mine, its, policy)
 
@@ -184,12 +184,12 @@ def test_what_others_are_not_made_of_is_a_plain_cast():
 
     model = Twins()
     with session(model, POLICIES[0]) as call:
-        assert [type(each) for each in call(x)] == [torch.Tensor] * 4
+        assert [type(output) for output in call(x)] == [torch.Tensor] * 4
         with torch.no_grad():
-            assert [type(each) for each in call(x)] == [torch.Tensor] * 4
+            assert [type(output) for output in call(x)] == [torch.Tensor] * 4
     model = Net()
     with session(model, "O1,emulate=true,output_dtype=float16") as call:
-        assert [type(each) for each in call(x)] == [torch.Tensor] * 3
+        assert [type(output) for output in call(x)] == [torch.Tensor] * 3
 
 
 def test_fp32_that_others_are_made_of_stays_it_where_outputs_are_low():
@@ -239,9 +239,9 @@ def test_whatever_reads_it_computes_in_fp32(read):
         (torch.add(f.detach(), 1, out=torch.empty(4, 16)), values + 1),
         (copy.deepcopy(f.detach()), values), (torch.vmap(lambda row: row * 2)(f.detach()), values * 2),
     ]  # fmt: skip
-    for number, (found, expected) in enumerate(reads):
-        assert (found.dtype, type(found)) == (torch.float32, torch.Tensor), number
-        assert torch.allclose(found, expected, rtol=1e-6, atol=0), number
+    for number, (result, expected) in enumerate(reads):
+        assert (result.dtype, type(result)) == (torch.float32, torch.Tensor), number
+        assert torch.allclose(result, expected, rtol=1e-6, atol=0), number
     assert (f.max().item(), f.sum().item()) == (values.max().item(), values.sum().item())
     assert (f.shape, f.device, f.dim(), len(f), f.requires_grad, f.is_leaf) == ((4, 16), x.device, 2, 4, True, False)
     assert "dtype" not in repr(f)
@@ -316,8 +316,8 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for each in tree_leaves(out):
-            storage = each.untyped_storage() if isinstance(each, torch.Tensor) else None
+        for leaf in tree_leaves(out):
+            storage = leaf.untyped_storage() if isinstance(leaf, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.live:
                 self.live[storage._cdata] = storage.nbytes()
                 self.now += storage.nbytes()
@@ -347,12 +347,12 @@ def test_logits_beside_the_loss_are_fp32_to_the_reader_and_take_no_more_than_in_
 
     def peak(model, context):
         for _ in range(2):
-            with Peak() as found:
+            with Peak() as memory:
                 with context:
                     output = model(tokens)
                 output["loss"].backward()
             model.zero_grad()
-        return found.most, output["logits"]
+        return memory.most, output["logits"]
 
     model = seeded(Speaker)
     plain, logits = peak(copy.deepcopy(model), torch.autocast("cpu", torch.bfloat16))
@@ -368,7 +368,7 @@ def test_logits_beside_the_loss_are_fp32_to_the_reader_and_take_no_more_than_in_
 
 
 @mezzo.fp32
-def far(z, target):
+def squared_error(z, target):
     return ((z - target) ** 2).sum()
 
 
@@ -382,7 +382,7 @@ def test_what_a_pinned_function_returns_is_fp32(policy):
         def forward(self, x):
             z = self.l(x)
             with torch.autocast("cpu", enabled=False) if self.off else contextlib.nullcontext():
-                return far(z.half(), torch.full_like(z, 100.0).half())
+                return squared_error(z.half(), torch.full_like(z, 100.0).half())
 
     for off in (False, True):
         model = seeded(Crit, off)
@@ -390,8 +390,8 @@ def test_what_a_pinned_function_returns_is_fp32(policy):
             loss = model(x)
             assert loss.dtype == torch.float32
             assert 2e5 < loss.item() < 5e5
-    assert far(x.half(), x.half() + 100).dtype == torch.float32
-    assert float(far(torch.zeros(64).bfloat16(), torch.full((64,), 100.0))) == 640_000
+    assert squared_error(x.half(), x.half() + 100).dtype == torch.float32
+    assert float(squared_error(torch.zeros(64).bfloat16(), torch.full((64,), 100.0))) == 640_000
 
 
 class Keeps(nn.Module):
@@ -429,21 +429,21 @@ def test_no_call_changes_the_dtype_of_what_a_module_holds(policy, style):
         if policy.startswith("O2"):
             model.float()  # as buffers are then
         plain = copy.deepcopy(model)
-        before = {name: each.dtype for name, each in model.state_dict().items()}
+        before = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         plain(x), plain.merged(x), plain.fuse()
         with session(model, policy, style) as call:
             run = torch.compile(model, backend="eager") if compiles else call
             run(x)
-            assert {name: each.dtype for name, each in model.state_dict().items()} == before
+            assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
             if style == "attach":
                 model.merged(x)
                 weight = model.out.weight.detach().clone()
                 model.fuse()
                 assert torch.allclose(model.out.weight, weight @ model.l.weight.detach(), rtol=1e-6, atol=1e-6)
-                assert {name: each.dtype for name, each in model.state_dict().items()} == before
+                assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
                 assert_near(model.out.weight.detach(), plain.out.weight.detach(), policy)
                 assert model.out.weight in set(model.parameters())
-        assert {name: each.dtype for name, each in model.state_dict().items()} == before
+        assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
 
 
 def test_outside_of_regions_a_program_says_what_a_dtype_is_to_be():

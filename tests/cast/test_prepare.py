@@ -223,7 +223,7 @@ def copies(size, call):
 @pytest.mark.parametrize("region", ["mezzo's", "torch's"])
 def test_a_cast_of_a_weight_costs_nothing_under_any_region(region, policy):
     """O1 casts each of two once; what emulation widens it widens under both."""
-    found = {}
+    runs = {}
     for level in ("O1", "O2"):
         model, x, kept = seeded(Widths), data(3, 24), []
         for param in model.parameters():  # which both levels round alike
@@ -233,14 +233,14 @@ def test_a_cast_of_a_weight_costs_nothing_under_any_region(region, policy):
         with around, torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
             count, out = copies(24 * 48, lambda model=model, x=x: model(x))
         out.float().square().sum().backward()
-        found[level] = count, [out, *(p.grad for p in model.parameters())]
+        runs[level] = count, [out, *(p.grad for p in model.parameters())]
         low = [t for t in kept if t.numel() == 24 * 48 and t.dtype == handle.policy.dtype]
         assert low
         assert level == "O1" or all(map(torch._C._is_cow_tensor, low))  # nor has any been copied since
-    assert found["O1"][0] - found["O2"][0] == 2
+    assert runs["O1"][0] - runs["O2"][0] == 2
     if "emulate=false" in policy:
-        assert found["O2"][0] == 0
-    assert_same(found["O2"][1], found["O1"][1])
+        assert runs["O2"][0] == 0
+    assert_same(runs["O2"][1], runs["O1"][1])
 
 
 # O3 -----------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_o3_is_what_model_to_computes_and_gives_out_fp32(low):
         wanted = plain(x.to(low)).float()
         out.square().sum().backward()
         wanted.square().sum().backward()
-        params, theirs = (dict(each.named_parameters(), **dict(each.named_buffers())) for each in (model, plain))
+        params, theirs = (dict(net.named_parameters(), **dict(net.named_buffers())) for net in (model, plain))
         assert_same([out], [wanted])
         for name, value in params.items():
             assert torch.equal(value, theirs[name]), name

@@ -104,18 +104,18 @@ def product(a, b, bias=None):
     return out, (a.shape[1] + 2) * 2.0**-24 * size
 
 
-def assert_near(found, expected, rounding=1):
+def assert_near(result, expected, rounding=1):
     """Within an FP32 sum and so many roundings to the dtype: half a unit in the last place, and subnormal numbers."""
     value, bound = expected
-    info = torch.finfo(found.dtype)
+    info = torch.finfo(result.dtype)
     half = rounding * (info.eps / 2 * (value.abs() + bound) + info.smallest_normal * info.eps / 2)
-    off = (found.double() - value).abs() - bound - half
+    off = (result.double() - value).abs() - bound - half
     assert off.max() <= 0, f"{off.max():.3g} beyond; {(off > 0).sum()} of {off.numel()}"
 
 
-def assert_off(found, other):
+def assert_off(result, other):
     """The test can tell: what is not quantised is elsewhere."""
-    assert (found.double() - other[0]).abs().max() > 20 * other[1].max()
+    assert (result.double() - other[0]).abs().max() > 20 * other[1].max()
 
 
 def seeded_keys():
@@ -128,7 +128,7 @@ def run(text, dtype, call, *operands, gradient=None):
     with mezzo.autocast(f"O1,dtype={NAMES[dtype]},{text}"):
         out = call(*operands)
     torch.manual_seed(5)
-    grads = torch.autograd.grad(out, [each for each in operands if each.requires_grad], gradient)
+    grads = torch.autograd.grad(out, [operand for operand in operands if operand.requires_grad], gradient)
     return out, grads
 
 
@@ -140,7 +140,7 @@ def run(text, dtype, call, *operands, gradient=None):
 @pytest.mark.parametrize("text", RECIPES)
 def test_three_products_and_a_bias_are_those_of_quantised_operands(text, low, dtype):
     x, w, b, g = grid(64, 96), grid(32, 96, seed=2) / 8, grid(32, seed=3), grid(64, 32, seed=4) / 4
-    leaves = [nn.Parameter(each) for each in (x, w, b)]
+    leaves = [nn.Parameter(tensor) for tensor in (x, w, b)]
     text = f"emulate=true,low_products={low},{text}"
     out, (grad_x, grad_w, grad_b) = run(text, dtype, functional.linear, *leaves, gradient=g.to(dtype))
     oracle = Oracle(RECIPES[text.partition(f"{low},")[2]], low, seeded_keys())
@@ -203,7 +203,7 @@ def test_every_way_to_write_a_product_of_a_weight(name, text):
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (64, 1), (64, 32), (1,), ()])
 def test_a_bias_of_another_shape_is_added_before_the_one_rounding(shape):
     x, w, b, g = grid(64, 48), grid(32, 48, seed=2) / 8, grid(*shape, seed=3), grid(64, 32, seed=4) / 4
-    leaves = [nn.Parameter(each) for each in (b, x, w)]
+    leaves = [nn.Parameter(tensor) for tensor in (b, x, w)]
     out, (grad_b, *_) = run("fp8=*", torch.bfloat16, lambda b, x, w: torch.addmm(b, x, w.t()), *leaves, gradient=g)
     assert_near(out, Oracle("tensorwise").forward(x, w, b))
     assert torch.equal(grad_b, g.sum_to_size(shape).bfloat16().float())
@@ -234,8 +234,8 @@ def test_gradients_that_are_rounded_at_random_are_right_on_average():
     text, leaves = "nvfp4_tricks=stochastic,nvfp4=*", (nn.Parameter(x), nn.Parameter(w))
     with mezzo.autocast(f"O1,dtype=bfloat16,{text}"):
         out = functional.linear(*leaves)
-    found = [torch.autograd.grad(out, leaves[0], g.bfloat16(), retain_graph=True)[0] for _ in range(400)]
-    mean, spread = torch.stack(found).double().mean(0), torch.stack(found).double().std(0)
+    draws = [torch.autograd.grad(out, leaves[0], g.bfloat16(), retain_graph=True)[0] for _ in range(400)]
+    mean, spread = torch.stack(draws).double().mean(0), torch.stack(draws).double().std(0)
     kept = formats.quantize(w, "nvfp4", 0).wide().double()
     off = (mean - g.double() @ kept).abs() / (spread / 20 + 1e-3)
     assert spread.min() > 0
@@ -318,7 +318,7 @@ class Seen(TorchDispatchMode):
         self.dtypes = defaultdict(list)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = [str(each.dtype) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        given = [str(leaf.dtype) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.dtypes[func.overloadpacket.__name__].append(given)
         return func(*args, **kwargs or {})
 
@@ -371,9 +371,9 @@ def test_what_torch_takes_by_old_positions_stays_low(written):
 
 def test_blocks_of_32_ask_for_multiples_of_32(written):
     w = nn.Parameter(grid(32, 48))
-    for text, found in (("mxfp8=*", set()), ("nvfp4=*", {"nvfp4", "nvfp4_2d"})):
+    for text, names in (("mxfp8=*", set()), ("nvfp4=*", {"nvfp4", "nvfp4_2d"})):
         with mezzo.autocast(f"O1,dtype=bfloat16,{text}"):
-            assert {*written.of(lambda: functional.linear(grid(16, 48), w))[0]} == found
+            assert {*written.of(lambda: functional.linear(grid(16, 48), w))[0]} == names
 
 
 def test_other_dtypes_are_left_alone(written):
@@ -421,19 +421,17 @@ LAYERS = ("first", "blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b", "head
 
 def precisions(model, policy, written):
     """Return the precision of each layer: of its weight's operand, or of its output."""
-    prepared, found = mezzo.prepare(model, policy), {}
+    prepared, seen = mezzo.prepare(model, policy), {}
     for path in LAYERS:
         model.get_submodule(path).register_forward_pre_hook(lambda *_: written.calls.clear())
         model.get_submodule(path).register_forward_hook(
-            lambda _m, _a, out, path=path: found.update(
-                {path: written.calls[1][0] if written.calls else str(out.dtype)}
-            )
+            lambda _m, _a, out, path=path: seen.update({path: written.calls[1][0] if written.calls else str(out.dtype)})
         )
     with prepared.autocast():
         model(grid(32, 32)).float().sum().backward()
     assert all(param.grad.isfinite().all() for param in model.parameters())
     words = {"torch.bfloat16": "low", "torch.float32": "fp32", "tensorwise_e4m3": "fp8", "mxfp8_e4m3": "mxfp8"}
-    return " ".join(words.get(found[path], "nvfp4") for path in LAYERS)
+    return " ".join(words.get(seen[path], "nvfp4") for path in LAYERS)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -552,17 +550,17 @@ def test_regions_around_are_not_asked_about_what_a_product_reads(monkeypatch):
 @pytest.mark.parametrize("text", SHORT)
 def test_a_frozen_weight_or_input_has_no_product_for_its_gradient(text, written):
     x, w, g = grid(32, 96), grid(32, 96, seed=2) / 8, grid(32, 32, seed=3).bfloat16()
-    found = {}
+    gradients = {}
     for trains in ("x", "w", "xw"):
         leaves = x.clone().requires_grad_("x" in trains), nn.Parameter(w, requires_grad="w" in trains)
         with mezzo.autocast(f"O1,dtype=bfloat16,nvfp4_tricks=rht+2d,{text}"):
             out = functional.linear(*leaves)
         written.of(lambda out=out: out.backward(g))
         assert {dim for _, dim in written.calls} <= {1 if "x" in trains else 0, 0 if "w" in trains else 1}
-        found[trains] = leaves[0].grad, leaves[1].grad
-    assert torch.equal(found["x"][0], found["xw"][0])
-    assert torch.equal(found["w"][1], found["xw"][1])
-    assert found["x"][1] is found["w"][0] is None
+        gradients[trains] = leaves[0].grad, leaves[1].grad
+    assert torch.equal(gradients["x"][0], gradients["xw"][0])
+    assert torch.equal(gradients["w"][1], gradients["xw"][1])
+    assert gradients["x"][1] is gradients["w"][0] is None
 
 
 # Numbers that are not finite ------------------------------------------------------------------------------------------
@@ -686,8 +684,8 @@ def test_recomputed_products_are_the_same_and_remember_no_more(text, level):
     policy = f"{level},dtype=bfloat16,{text}"
     plain = trained(seeded(Checkpointed), policy)
     for reentrant in (True, False):
-        found = trained(seeded(lambda r=reentrant: Checkpointed(r)), policy)
-        assert all(map(torch.equal, found, plain))
+        recomputed = trained(seeded(lambda r=reentrant: Checkpointed(r)), policy)
+        assert all(map(torch.equal, recomputed, plain))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which Dynamo looks at, unless warnings are errors
@@ -696,8 +694,8 @@ def test_recomputed_products_are_the_same_and_remember_no_more(text, level):
 @pytest.mark.parametrize("text", ["O2,dtype=bfloat16,fp8_module=*", *(f"O1,dtype=bfloat16,{text}" for text in EVERY)])
 def test_a_compiled_model_has_the_same_bits(text):
     torch._dynamo.reset()
-    found = trained(seeded(Model), text, lambda model: torch.compile(model, backend="aot_eager"))
-    assert all(map(torch.equal, found, trained(seeded(Model), text)))
+    compiled = trained(seeded(Model), text, lambda model: torch.compile(model, backend="aot_eager"))
+    assert all(map(torch.equal, compiled, trained(seeded(Model), text)))
 
 
 @pytest.mark.parametrize(
@@ -716,13 +714,13 @@ def test_compiled_functions_have_the_same_bits(text):
             ]  # fmt: skip
             return torch.stack(ways)
 
-    w, x, found = nn.Parameter(grid(32, 32) / 8), grid(32, 32, seed=2), []
+    w, x, runs = nn.Parameter(grid(32, 32) / 8), grid(32, 32, seed=2), []
     torch._dynamo.reset()
     for called in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
         leaf = x.clone().requires_grad_()
         out = called(leaf, w)
-        found.append([out.detach(), *torch.autograd.grad(out.float().square().mean(), (leaf, w))])
-    assert all(map(torch.equal, *found))
+        runs.append([out.detach(), *torch.autograd.grad(out.float().square().mean(), (leaf, w))])
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
@@ -732,15 +730,15 @@ def test_inductor_leaves_products_as_they_are():
         with mezzo.autocast("O1,dtype=bfloat16,nvfp4_tricks=rht+2d,nvfp4=*"):
             return functional.linear(x, w, w[0])
 
-    w, x, found = nn.Parameter(grid(32, 32) / 8), grid(32, 32, seed=2), []
+    w, x, runs = nn.Parameter(grid(32, 32) / 8), grid(32, 32, seed=2), []
     torch._dynamo.reset()
     for called in (run, torch.compile(run, fullgraph=True)):
         leaf = x.clone().requires_grad_()
         out = called(leaf, w)
-        found.append([out.detach(), *torch.autograd.grad(out, (leaf, w), grid(32, 32, seed=3).bfloat16())])
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
-    torch.testing.assert_close(found[0][2], found[1][2], rtol=2.0**-8, atol=2.0**-8)  # the bias adds to one row
+        runs.append([out.detach(), *torch.autograd.grad(out, (leaf, w), grid(32, 32, seed=3).bfloat16())])
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert torch.equal(runs[0][1], runs[1][1])
+    torch.testing.assert_close(runs[0][2], runs[1][2], rtol=2.0**-8, atol=2.0**-8)  # the bias adds to one row
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -803,9 +801,9 @@ def test_products_of_the_device_are_explained_as_such(monkeypatch):
     policy = "O1,dtype=bfloat16,fp8_history=77,fp8_module=*"  # what is found out of it is kept: no other test has it
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     explanation = mezzo.explain(model, torch.randn(32, 64), policy)
-    (mine,) = (each for each in explanation.products if each.dtype == "float8_e4m3fn")
+    (mine,) = (entry for entry in explanation.products if entry.dtype == "float8_e4m3fn")
     assert (mine.module, mine.count, mine.flops) == ("1", 1, 2 * 32 * 64 * 64)
-    (row,) = (each for each in explanation.rows if each.module == "1")
+    (row,) = (row for row in explanation.rows if row.module == "1")
     assert (row.computes_in, row.returns, row.emulated) == (("float8_e4m3fn",), ("bfloat16",), False)
     assert explanation.emulated == ()
     assert not [finding for finding in explanation.findings if finding.kind == "disagreement"]

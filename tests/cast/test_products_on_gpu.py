@@ -30,13 +30,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = [(256, 512, 384), (32, 96, 160)]
 
 
-@pytest.fixture(params=[(kind, dtype) for kind in KINDS for dtype in DTYPES], ids="-".join)
+@pytest.fixture(params=[(recipe, dtype) for recipe in KINDS for dtype in DTYPES], ids="-".join)
 def policy(request, computing):
     """A policy of which the device has the products."""
-    kind, dtype = request.param
-    if lacks := products.recipe_support("cuda", DTYPES[dtype])[kind].lacks:
-        pytest.skip(f"needs a device that has {kind}: {lacks}")
-    return f"O1,dtype={dtype},emulate=false,{KINDS[kind]}"
+    recipe, dtype = request.param
+    if lacks := products.recipe_support("cuda", DTYPES[dtype])[recipe].lacks:
+        pytest.skip(f"needs a device that has {recipe}: {lacks}")
+    return f"O1,dtype={dtype},emulate=false,{KINDS[recipe]}"
 
 
 def rows_of(operand, dim):
@@ -45,7 +45,7 @@ def rows_of(operand, dim):
 
 
 @pytest.fixture
-def held(monkeypatch):
+def multiplied_sizes(monkeypatch):
     """Hold each product to the exact one of its operands when it is computed; give the shapes of those held."""
     seen, multiplied = [], linear.multiplied
 
@@ -82,11 +82,11 @@ def run(policy, call, *leaves, gradient):
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_all_three_products_are_those_of_the_quantised_operands(policy, sizes, has_bias, held):
+def test_all_three_products_are_those_of_the_quantised_operands(policy, sizes, has_bias, multiplied_sizes):
     x, w, b, g = operands(*sizes)
     rows, features, out = sizes
     run(policy, functional.linear, x, w, *([b] if has_bias else []), gradient=g)
-    assert held == [(rows, out), (rows, features), (out, features)]
+    assert multiplied_sizes == [(rows, out), (rows, features), (out, features)]
 
 
 def test_emulation_is_as_near(policy):
@@ -105,8 +105,8 @@ def test_emulation_is_as_near(policy):
 def test_compiled_code_computes_what_eager_code_does(policy):
     x, w, b, g = operands(*SIZES[0])
     expected = run(policy, functional.linear, x, w, b, gradient=g)
-    found = run(policy, torch.compile(functional.linear, fullgraph=True), x, w, b, gradient=g)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    compiled = run(policy, torch.compile(functional.linear, fullgraph=True), x, w, b, gradient=g)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(compiled, expected, strict=True))
 
 
 def test_nothing_waits_for_the_device(policy, computing):

@@ -136,13 +136,13 @@ def test_modules_are_recomputed_under_their_policy_whatever_begins_the_backward_
                 loss.backward()
         if begin != "inside":
             (region.run_backward if begin == "through region" else bare)(loss)
-        return [grad for each in (x, *model.parameters()) if (grad := each.grad) is not None]
+        return [grad for tensor in (x, *model.parameters()) if (grad := tensor.grad) is not None]
 
     for call in CALLS:
         expected = gradients(call, lambda part, x: part(x), "bare")
         for begin, reentrant in itertools.product(("bare", "through region", "inside"), VARIANTS):
-            found = gradients(call, lambda part, x: checkpoint(part, x, use_reentrant=reentrant), begin)  # noqa: B023
-            assert_same(found, expected)
+            recomputed = gradients(call, lambda part, x: checkpoint(part, x, use_reentrant=reentrant), begin)  # noqa: B023
+            assert_same(recomputed, expected)
 
 
 class Attention(nn.Module):
@@ -189,8 +189,8 @@ def test_a_part_of_a_module_with_a_rule_is_recomputed_under_that_rule(build, pol
 
     expected = gradients(lambda part, x: part(x))
     for reentrant, is_bare in itertools.product(VARIANTS, (False, True) if bare_too else (False,)):
-        found = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant), is_bare)  # noqa: B023
-        assert all(map(torch.equal, found, expected)), (reentrant, is_bare)
+        recomputed = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant), is_bare)  # noqa: B023
+        assert all(map(torch.equal, recomputed, expected)), (reentrant, is_bare)
 
 
 # Sessions -----------------------------------------------------------------------------------------------

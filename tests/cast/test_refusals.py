@@ -100,8 +100,8 @@ def test_what_no_model_can_be_prepared_with(name):
 
 @pytest.mark.parametrize("wrong", [None, "model", 3, nn.Linear, [nn.Linear(1, 1)], torch.ones(1)])
 def test_what_is_no_model_is_refused_with_the_order(wrong):
-    kind = type(wrong).__name__
-    with refused(PolicyError, f'be an nn.Module, not {kind}\n  write  mezzo.prepare(model, "O1"): the model first'):
+    name = type(wrong).__name__
+    with refused(PolicyError, f'be an nn.Module, not {name}\n  write  mezzo.prepare(model, "O1"): the model first'):
         mezzo.prepare(wrong, "O1")
 
 

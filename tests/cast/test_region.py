@@ -280,16 +280,16 @@ def test_torchs_autocast_with_another_dtype_is_torchs_inside_a_region(outer, inn
     with mezzo.autocast(f"O1,dtype={outer},emulate=true", "cpu"):
         before = x @ w
         with torch.autocast("cpu", dtype=inner):
-            found = run()
+            results = run()
         assert before.dtype == (x @ w).dtype == getattr(torch, outer)
         assert compiled().dtype == inner
-    assert_same(found, torchs)
+    assert_same(results, torchs)
 
 
 def test_a_region_follows_what_is_known_of_the_device_by_now(emulated, monkeypatch):
     native = {dtype: decide._reports["cpu"].formats[dtype] for dtype in emulated.formats} if decide._reports else {}
     is_emulated = mezzo.autocast("O1,dtype=bfloat16", "cpu").region.emulated
-    assert not native or is_emulated == (not all(each.fast for each in native[LOW].families.values()))
+    assert not native or is_emulated == (not all(family.fast for family in native[LOW].families.values()))
     monkeypatch.setitem(decide._reports, "cpu", emulated)  # as after a refreshed probe
     assert mezzo.autocast("O1,dtype=bfloat16", "cpu").region.emulated
 
@@ -336,8 +336,8 @@ def test_a_backward_pass_that_begins_inside_a_region_computes_as_one_after_it(te
         with pytest.raises(RuntimeError, match="grad can be implicitly created only for scalar"):
             layer(x).backward()
         assert torch.is_autocast_enabled("cpu")
-    for found in inside:
-        assert_same(found, after)
+    for results in inside:
+        assert_same(results, after)
 
 
 # Pins ---------------------------------------------------------------------------------------------------
@@ -428,11 +428,11 @@ def heard(model):
 
 def test_each_kernel_is_a_cast_of_emulation_or_of_the_op():
     """While someone watches, and in each thread by itself; otherwise nothing is noted."""
-    model, found = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4)), []
+    model, of_thread = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4)), []
     with watched():
         forward, backward = heard(model)
         with mezzo.autocast(EMULATED), Listener():
-            thread = threading.Thread(target=lambda: found.extend(heard(model)))
+            thread = threading.Thread(target=lambda: of_thread.extend(heard(model)))
             thread.start()
             thread.join()
             assert notes() == []
@@ -444,9 +444,9 @@ def test_each_kernel_is_a_cast_of_emulation_or_of_the_op():
     assert ("native_layer_norm", ("op",)) in forward
     assert {kinds for name, kinds in backward if name == "mm"} == {("emulation",)}
     assert ("native_layer_norm_backward", ()) in backward
-    assert any(kinds == ("op", "emulation") for _, kinds in found[0])
+    assert any(kinds == ("op", "emulation") for _, kinds in of_thread[0])
     assert WATCHERS == []
-    assert all(not kinds for each in heard(model) for _, kinds in each)
+    assert all(not kinds for kernels in heard(model) for _, kinds in kernels)
 
 
 @pytest.mark.parametrize("differentiates", [backward_pass, gradients])

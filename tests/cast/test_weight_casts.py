@@ -117,8 +117,8 @@ def test_so_does_each_use_in_a_region(policy):
     weight = nn.Parameter(torch.ones(1, 1))
     with mezzo.autocast(policy, "cpu") as region:
         small = torch.finfo(region.policy.dtype).eps / 4
-        each = [functional.linear(torch.full((1, 1), scale), weight).float() for scale in (1.0, small, small)]
-    region.run_backward(sum(each))
+        uses = [functional.linear(torch.full((1, 1), scale), weight).float() for scale in (1.0, small, small)]
+    region.run_backward(sum(uses))
     assert weight.grad == 1 + 2 * small
 
 
@@ -175,8 +175,8 @@ def test_nothing_is_kept_of_a_function_s_transform():
         gradient = torch.func.grad(lambda y: functional.linear(y, weight).float().sum())(x)
         rows = torch.func.vmap(lambda y: functional.linear(y, weight))(x)
         functional.linear(x, weight).float().sum().backward()
-    for found in (gradient, rows, weight.grad):
-        assert found.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    for slope in (gradient, rows, weight.grad):
+        assert slope.tolist() == [[2.0, 2.0], [2.0, 2.0]]
     casts = WeightCasts()
     torch.func.vmap(lambda y: y * casts.cast(weight, torch.bfloat16))(x)
     with Casts(weight.shape) as made:

@@ -55,18 +55,18 @@ def samples():
         if torch.float32 in info.dtypes:
             forms = {info.inplace_variant, *(alias.inplace_variant for alias in info.aliases)} - {None}
             known |= {form: info for form in forms if form not in known}
-    found = {}
+    by_op = {}
     for op in OPS:
         for function in in_place_forms(op):
             if function in known:
                 drawn = itertools.islice(known[function].sample_inputs("cpu", torch.float32), 12)
-                calls = [(each.input, each.args, each.kwargs) for each in drawn]
+                calls = [(sample.input, sample.args, sample.kwargs) for sample in drawn]
             elif function.__name__ in CALLS:
                 calls = [(torch.linspace(-2, 2, 9), CALLS[function.__name__], {})]
             else:
                 continue
-            found.setdefault(op, []).extend((function, *call) for call in calls)
-    return found
+            by_op.setdefault(op, []).extend((function, *call) for call in calls)
+    return by_op
 
 
 def test_every_in_place_form_of_the_table_is_called():
@@ -129,9 +129,9 @@ def test_out_is_the_fp32_computation_rounded_to_its_dtype(name, policy):
     function, shapes = OUT[name]
     low = Policy.parse(policy).dtype
     torch.manual_seed(0)
-    drawn = [torch.rand(each) + 0.5 if isinstance(each, tuple) else each for each in shapes]
+    drawn = [torch.rand(shape) + 0.5 if isinstance(shape, tuple) else shape for shape in shapes]
     for first, other, into in itertools.product((torch.float32, low), repeat=3):
-        operands = [to(x, first if place == 0 else other) for place, x in enumerate(drawn)]
+        operands = [to(x, first if position == 0 else other) for position, x in enumerate(drawn)]
         right = function(*to(operands, torch.float32), out=torch.empty(0))
         for given in (torch.empty(0, dtype=into), torch.empty(right.shape, dtype=into)):
             with mezzo.autocast(policy):
@@ -149,9 +149,9 @@ def test_several_results_are_written_and_gradients_are_refused_in_torch_s_words(
     policy = Policy.O1("bfloat16").fp32("aminmax", "max")
     with mezzo.autocast(policy, "cpu"):
         low, high = torch.empty(0, dtype=torch.bfloat16), torch.empty(0)
-        found = torch.aminmax(x, dim=1, out=(low, high))
-        assert found.min is low
-        assert found.max is high
+        extremes = torch.aminmax(x, dim=1, out=(low, high))
+        assert extremes.min is low
+        assert extremes.max is high
         values, indices = torch.empty(5, dtype=torch.float16), torch.empty(5, dtype=torch.long)
         assert torch.max(x, 0, out=(values, indices)).indices is indices
         with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
@@ -280,9 +280,9 @@ class Writer(nn.Module):
         return self.program(self, self.layer(x))
 
 
-def close(found, right, dtype, name=""):
+def close(result, right, dtype, name=""):
     """Within the rounding of a few operations in a dtype."""
-    off = (found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-3)
+    off = (result.double() - right.double()).norm() / right.double().norm().clamp(min=1e-3)
     assert off < 8 * torch.finfo(dtype).eps, (name, float(off))
 
 
@@ -320,7 +320,7 @@ def test_a_program_trains_as_with_fp32_parameters(policy, program):
     amp.close()
 
 
-@pytest.mark.parametrize("program", [each for each in PROGRAMS if each is not buffers])
+@pytest.mark.parametrize("program", [program for program in PROGRAMS if program is not buffers])
 @pytest.mark.parametrize("policy", ["O1,bf16", "O2,fp16,loss_scale=64"])
 def test_a_program_is_recomputed_and_compiled_bit_for_bit(policy, program):
     def run(call):
@@ -370,9 +370,9 @@ def test_sums_of_thousands_are_rounded_once(name, dtype):
             made = getattr(torch.zeros(3, dtype=dtype), name)(*SUMS[name](x, source))
         assert written is x
         assert made.dtype == dtype
-        for found in (x, made):
-            assert found[1:].abs().max() == 0
-            assert abs(found[0].double() - right) <= torch.finfo(dtype).eps * right
+        for sums in (x, made):
+            assert sums[1:].abs().max() == 0
+            assert abs(sums[0].double() - right) <= torch.finfo(dtype).eps * right
 
 
 # Rules --------------------------------------------------------------------------------------------------------
@@ -468,8 +468,8 @@ def test_the_sums_of_a_rule_are_its_own():
     index = torch.zeros(600, dtype=torch.long)
     for rule, count in (("fp32", 600.0), ("native", 256.0), ("low", 256.0)):
         policy = Policy.parse(f"O1,bf16,{rule}=index_add")
-        found = written(policy, torch.Tensor.index_add_, torch.zeros(2).bfloat16(), 0, index, ones)
-        assert found.tolist() == [count, 0.0], rule
+        sums = written(policy, torch.Tensor.index_add_, torch.zeros(2).bfloat16(), 0, index, ones)
+        assert sums.tolist() == [count, 0.0], rule
 
 
 def test_torch_s_own_lists_and_levels_without_regions_leave_writers_alone():
@@ -541,8 +541,8 @@ def test_views_versions_and_derivatives_are_those_of_the_plain_program(policy):
         with mezzo.autocast(policy, "cpu"):
             out = run(a, b)
             assert out.dtype == dtype
-            found = torch.autograd.functional.jacobian(lambda a, b: run(a, b).float().sin(), (a, b))
-            for mine, theirs in zip(found, right, strict=True):
+            blocks = torch.autograd.functional.jacobian(lambda a, b: run(a, b).float().sin(), (a, b))
+            for mine, theirs in zip(blocks, right, strict=True):
                 torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=8 * torch.finfo(low).eps)
             (first,) = torch.autograd.grad(out.float().sin().sum(), a, create_graph=True)
             first.square().sum().backward()
@@ -563,15 +563,15 @@ def test_transforms_and_inference_mode(policy):
     right = torch.func.vmap(torch.func.grad(program, argnums=(0, 1)))(x, y)
     with mezzo.autocast(policy, "cpu"):
         for dtypes in itertools.product((torch.float32, low), repeat=2):
-            args = [each.to(dtype) for each, dtype in zip((x, y), dtypes, strict=True)]
-            found = torch.func.vmap(torch.func.grad(program, argnums=(0, 1)))(*args)
-            for mine, theirs in zip(found, right, strict=True):
+            args = [operand.to(dtype) for operand, dtype in zip((x, y), dtypes, strict=True)]
+            gradients = torch.func.vmap(torch.func.grad(program, argnums=(0, 1)))(*args)
+            for mine, theirs in zip(gradients, right, strict=True):
                 close(mine, theirs, low)
             close(torch.func.functionalize(program)(args[0][0], args[1][0]), program(x[0], y[0]), low)
             with torch.inference_mode():
-                held = args[0][0].clone()
-                held[ROWS] = args[1][0]
-                close(held, x[0].index_copy(0, ROWS, y[0]), low)
+                copied = args[0][0].clone()
+                copied[ROWS] = args[1][0]
+                close(copied, x[0].index_copy(0, ROWS, y[0]), low)
     assert torch.equal(right[0], right[0])
 
 

@@ -33,18 +33,20 @@ def running(name):
 
 
 def results(value):
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def off(got, want, low):
     """Say how far a result is off in units of a format's spacing at the largest value; nothing where it is not."""
     if got.shape != want.shape:
         return f"shape {tuple(got.shape)} for {tuple(want.shape)}"
-    got, want = (each.detach().to_dense() if each.layout != torch.strided else each.detach() for each in (got, want))
+    got, want = (
+        tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach() for tensor in (got, want)
+    )
     if not (want.is_floating_point() or want.is_complex()):
         return "" if torch.equal(got.to(want.dtype), want) else "not equal"
     if want.is_complex():
-        got, want = (torch.view_as_real(each.to(torch.complex128).resolve_conj()) for each in (got, want))
+        got, want = (torch.view_as_real(tensor.to(torch.complex128).resolve_conj()) for tensor in (got, want))
     got, want = got.double(), want.double()
     info = torch.finfo(low)
     is_beyond = want.abs() > info.max * (1 - info.eps)
@@ -61,5 +63,5 @@ def units(words):
     return float(words.split()[0]) if words.endswith("units") else float("inf")
 
 
-def said(fell):
+def print_as_json(fell):
     print(json.dumps(fell))

@@ -132,12 +132,12 @@ def test_trials_begin_with_the_scripts_own_gradients(tmp_path, monkeypatch):
 def test_gradients_that_stay_far_from_fp32_are_an_alert(mezzo, monkeypatch, masked):
     real = command.tuned_script
 
-    def far(*args, **kwargs):
+    def far_from_fp32(*args, **kwargs):
         result = real(*args, **kwargs)
         worse = dataclasses.replace(result.evidence.result, sqnr_db=10.0)
         return dataclasses.replace(result, evidence=dataclasses.replace(result.evidence, result=worse))
 
-    monkeypatch.setattr(command, "tuned_script", far)
+    monkeypatch.setattr(command, "tuned_script", far_from_fp32)
     code, out, _ = mezzo("tune", "--policy", "O1,fp16", masked)
     assert code == 4
     assert "the worst gradient stays at 10 dB: no rule raises it by 3 dB" in out

@@ -47,10 +47,10 @@ def weights(*models):
     return [param.detach().clone() for model in models for param in model.parameters()]
 
 
-def assert_same(found, expected):
+def assert_same(results, expected):
     """The same tensors, bit for bit."""
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
+    assert len(results) == len(expected)
+    assert all(map(torch.equal, results, expected))
 
 
 def both(program, *args, **kwargs):

@@ -196,7 +196,7 @@ def test_several_losses_share_one_scale_and_it_is_said_once(first):
     model = network()
     optimizer = sgd(model)
     apexs = {f"loss_scaler{number}": {"loss_scale": 2.0**number, "unskipped": number} for number in range(3)}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         with initialized(model, optimizer, **{"num_losses": 3} if first == "initialize" else {}):
             if first == "load_state_dict":
@@ -204,12 +204,12 @@ def test_several_losses_share_one_scale_and_it_is_said_once(first):
                 assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}}
             else:
                 amp.load_state_dict({"loss_scaler0": apexs["loss_scaler0"]})
-                assert len(told) == (first == "initialize")
+                assert len(messages) == (first == "initialize")
             for number in range(3):
                 apex_pass(loss_of(model, number), optimizer, loss_id=number)
             optimizer.step()
             optimizer.zero_grad()
-    (warned,) = told
+    (warned,) = messages
     assert warned.category is UserWarning
     assert "all losses share one loss scale\n  where  num_losses, loss_id" in str(warned.message)
 

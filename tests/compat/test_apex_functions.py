@@ -54,9 +54,9 @@ def test_every_op_of_apexs_lists_has_apexs_treatment():
     policy = policy_of("O1")
     for title, ops in APEX.items():
         for op in ops:
-            found = policy.explain(op)
-            assert found.treatment in (wanted[title], "native"), op
-            assert found.treatment != "native" or op in native.split(), op
+            explanation = policy.explain(op)
+            assert explanation.treatment in (wanted[title], "native"), op
+            assert explanation.treatment != "native" or op in native.split(), op
 
 
 @inside
@@ -84,8 +84,8 @@ def test_decorated_functions():
 
     def body():
         assert dtypes(half, wide) == (HALF, FLOAT, HALF, FLOAT)
-        for decorator, found in expected.items():
-            assert made[decorator](half, wide) == found, decorator
+        for decorator, results in expected.items():
+            assert made[decorator](half, wide) == results, decorator
         assert made[amp.promote_function](half, half)[:2] == (HALF, HALF)
         with amp.disable_casts():
             for decorator in (amp.half_function, amp.bfloat16_function):
@@ -98,7 +98,7 @@ def test_decorated_functions():
 
 def test_registered_functions():
     names = ("kernel", "other", "brain", "wide")
-    place = types.SimpleNamespace(__name__="place", **{name: lambda *xs: xs[0].dtype for name in names})
+    namespace = types.SimpleNamespace(__name__="place", **{name: lambda *xs: xs[0].dtype for name in names})
 
     class Owner:
         @staticmethod
@@ -112,12 +112,12 @@ def test_registered_functions():
     class Heir(Parent):
         pass
 
-    before = dict(vars(place))
+    before = dict(vars(namespace))
     plain, softmax = vars(Owner)["run"], functional.softmax
-    amp.register_float_function(place, "kernel")
-    amp.register_half_function(place, "other")
-    amp.register_bfloat16_function(place, "brain")
-    amp.register_promote_function(place, "wide")
+    amp.register_float_function(namespace, "kernel")
+    amp.register_half_function(namespace, "other")
+    amp.register_bfloat16_function(namespace, "brain")
+    amp.register_promote_function(namespace, "wide")
     amp.register_float_function(Owner, "run")
     amp.register_half_function(Heir, "run")
     amp.register_half_function(torch, "softmax")
@@ -125,27 +125,27 @@ def test_registered_functions():
     x = torch.ones(2, 2)
 
     def body():
-        assert (place.kernel(x.half()), place.other(x), Owner.run(x.half())) == (FLOAT, HALF, FLOAT)
-        assert (place.brain(x), place.wide(x.half(), x), Heir.run(x)) == (torch.bfloat16, FLOAT, HALF)
+        assert (namespace.kernel(x.half()), namespace.other(x), Owner.run(x.half())) == (FLOAT, HALF, FLOAT)
+        assert (namespace.brain(x), namespace.wide(x.half(), x), Heir.run(x)) == (torch.bfloat16, FLOAT, HALF)
         assert functional.softmax is softmax
         assert torch.softmax(x, 0).dtype == x.softmax(0).dtype == functional.softmax(x, 0).dtype == HALF
         assert torch.sigmoid(x.half()).dtype == x.half().sigmoid().dtype == FLOAT
 
     o1()(body)
     with pytest.raises(mezzo.StateError, match=r"amp\.register_half_function after amp\.initialize"):
-        amp.register_half_function(place, "kernel")
+        amp.register_half_function(namespace, "kernel")
     amp.deinitialize()
-    assert vars(place) == before
+    assert vars(namespace) == before
     assert vars(Owner)["run"] is plain
     assert "run" not in vars(Heir)
-    found = o1()(lambda: (place.kernel(x.half()), torch.sigmoid(x.half()).dtype))  # nothing of it is remembered
-    assert found == (HALF, HALF)
+    results = o1()(lambda: (namespace.kernel(x.half()), torch.sigmoid(x.half()).dtype))  # nothing of it is remembered
+    assert results == (HALF, HALF)
 
 
 def test_registered_functions_are_of_levels_that_cast_at_ops():
-    place = types.SimpleNamespace(__name__="place", kernel=lambda x: x.dtype)
-    kernel = place.kernel
+    namespace = types.SimpleNamespace(__name__="place", kernel=lambda x: x.dtype)
+    kernel = namespace.kernel
     for level in ("O0", "O3"):
-        amp.register_float_function(place, "kernel")
+        amp.register_float_function(namespace, "kernel")
         with initialized(network(), opt_level=level):
-            assert place.kernel is kernel
+            assert namespace.kernel is kernel

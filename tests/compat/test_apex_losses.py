@@ -47,17 +47,17 @@ def test_gradients_of_what_no_optimizer_has_and_those_that_were_there_before():
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
             apex_pass((model(inputs[1]) * (stray + 1)).square().mean(), optimizer)
-            for found, right in zip(
+            for tensor, right in zip(
                 (*amp.master_params(optimizer), inputs[1]), (*twin.parameters(), inputs[0]), strict=True
             ):
-                before = 0.0 if found is inputs[1] else 1.0
-                assert found.dtype == found.grad.dtype == torch.float32
-                torch.testing.assert_close(found.grad, right.grad + before, rtol=0, atol=3e-3)
+                before = 0.0 if tensor is inputs[1] else 1.0
+                assert tensor.dtype == tensor.grad.dtype == torch.float32
+                torch.testing.assert_close(tensor.grad, right.grad + before, rtol=0, atol=3e-3)
             assert stray.grad.abs().max() < 10
 
 
 def test_a_closure_that_is_evaluated_again():
-    for level, far in (("O1", 2e-2),):
+    for level, tolerance in (("O1", 2e-2),):
         model, twin = network(), network().double()
         optimizer, plain = (torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=3) for net in (model, twin))
 
@@ -76,7 +76,7 @@ def test_a_closure_that_is_evaluated_again():
         with initialized(model, optimizer, opt_level=level):
             torch.testing.assert_close(optimizer.step(closure).double(), plain.step(exact), rtol=1e-3, atol=1e-3)
         for mine, right in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine.double(), right, rtol=0, atol=far)
+            torch.testing.assert_close(mine.double(), right, rtol=0, atol=tolerance)
 
 
 # Passes that go wrong ---------------------------------------------------------------------------------------

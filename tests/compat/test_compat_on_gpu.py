@@ -104,14 +104,14 @@ def test_the_scale_moves_in_one_launch(gpu, together):
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_it_trains_as_torchs_own(computing, optimizer, unscales):
-    found = []
+    runs = []
     for scaler in (torch.amp.GradScaler("cuda", growth_interval=3), GradScaler("cuda", growth_interval=3)):
         loop, scales = Loop(optimizer, scaler), []
         for number in range(10):
             loop.backward(number)
             loop.step(unscales)
             scales.append(scaler.get_scale())
-        found.append((list(loop.model.parameters()), scales))
-    (theirs, scales), (mine, also) = found
+        runs.append((list(loop.model.parameters()), scales))
+    (theirs, scales), (mine, also) = runs
     assert scales == also
     torch.testing.assert_close(theirs, mine)

@@ -47,8 +47,8 @@ def test_each_region_replaces_the_one_around_it(conv):
 
 def test_it_decorates_functions_and_is_planned_once(conv):
     @paddle.auto_cast(custom_white_list=("gelu", "softmax"))
-    def forward(each):
-        return functional.softmax(functional.gelu(each), 1)
+    def forward(features):
+        return functional.softmax(functional.gelu(features), 1)
 
     assert forward(x).dtype == torch.float16
     one = paddle.auto_cast(custom_white_list={"softmax", "gelu"})
@@ -72,8 +72,8 @@ class Block(nn.Module):
         self.fc, self.norm, self.out = nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 2)
         self.inside = None
 
-    def forward(self, each):
-        hidden = functional.gelu(self.fc(each))
+    def forward(self, features):
+        hidden = functional.gelu(self.fc(features))
         out = functional.softmax(self.out(self.norm(hidden)), 1)
         self.inside = (hidden.dtype, out.dtype)
         return out

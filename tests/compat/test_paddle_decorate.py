@@ -102,8 +102,8 @@ def pair():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_it_returns_what_it_was_given(level):
     model, optimizer = pair()
-    found = paddle.decorate(models=model, optimizers=optimizer, level=level)
-    assert found[0] is model and found[1] is optimizer and len(found) == 2  # noqa: PT018 - one shape
+    decorated = paddle.decorate(models=model, optimizers=optimizer, level=level)
+    assert decorated[0] is model and decorated[1] is optimizer and len(decorated) == 2  # noqa: PT018 - one shape
     (one, first), (two, second) = pair(), pair()
     models, optimizers = paddle.decorate(models=[one, two], optimizers=[first, second], level=level)
     assert (models, optimizers) == ([one, two], [first, second])
@@ -176,16 +176,16 @@ def test_save_dtype():
         before = copy.deepcopy(model.state_dict())
         made = None if optimizer is None else OPTIMIZERS[optimizer](model.parameters())
         paddle.decorate(model, made, level="O2", save_dtype=save_dtype)
-        kind = torch.float32 if save_dtype is None else getattr(torch, str(save_dtype).removeprefix("torch."))
+        dtype = torch.float32 if save_dtype is None else getattr(torch, str(save_dtype).removeprefix("torch."))
         state = model.state_dict()
         assert state["1.num_batches_tracked"].dtype == torch.int64
         floats = {key: value for key, value in state.items() if value.is_floating_point()}
-        assert {value.dtype for value in (*floats.values(), *model[0].state_dict().values())} == {kind}
+        assert {value.dtype for value in (*floats.values(), *model[0].state_dict().values())} == {dtype}
         assert stored(model[0]) == {torch.float16, torch.float32}
         shown = model.state_dict(keep_vars=True)
         assert all(shown[key] is param for key, param in model.named_parameters())
         for key, value in floats.items():
-            assert torch.equal(value, before[key].to(kind)), key
+            assert torch.equal(value, before[key].to(dtype)), key
 
 
 def test_state_dicts_load_with_every_bit_and_copies_are_plain_fp32_models(tmp_path):
@@ -199,8 +199,8 @@ def test_state_dicts_load_with_every_bit_and_copies_are_plain_fp32_models(tmp_pa
             for number in range(0 if saved is None else 3, 6):
                 if number == 3:
                     saved = saved or copy.deepcopy([part.state_dict() for part in parts])
-                    for each, state in zip(parts, saved, strict=True):
-                        each.load_state_dict(copy.deepcopy(state))
+                    for part, state in zip(parts, saved, strict=True):
+                        part.load_state_dict(copy.deepcopy(state))
                 with paddle.auto_cast(level="O2"):
                     loss = model(torch.linspace(0.1, number + 1, 6).view(2, 3)).square().mean()
                 scaled = scaler.scale(loss)
@@ -233,7 +233,7 @@ class Calls(torch.overrides.TorchFunctionMode):
         return out
 
     def of(self, dtype):
-        return {name: count for (name, kind), count in self.counts.items() if kind == dtype}
+        return {name: count for (name, call_dtype), count in self.counts.items() if call_dtype == dtype}
 
 
 class SimpleConvNet(nn.Module):
@@ -270,8 +270,8 @@ def test_low_calls_by_op(level, use_promote, expected):
     before = [p.detach().clone() for p in model.parameters()]
     with paddle.auto_cast(level=level, use_promote=use_promote), Calls() as calls:
         loss = torch.mean(model(torch.rand(1, 1, 6, 6)))
-    found = {name: calls.of(torch.float16).get(name, 0) for name in expected}
-    assert found == expected
+    counts = {name: calls.of(torch.float16).get(name, 0) for name in expected}
+    assert counts == expected
     scaled = scaler.scale(loss + sum(p.float().sum() for p in model.parameters()))  # softmax's mean has no gradient
     scaled.backward()
     scaler.minimize(optimizer, scaled)

@@ -56,8 +56,8 @@ def test_the_scale_and_its_counts_are_paddles_after_each_step():
     rules = [(1024.0, 2.0, 0.5, 4, decr_every) for decr_every in (1, 2, 3)] + [(1000.0, 3.0, 0.8, 2, 2)]
     for number, (pattern, rule) in enumerate(itertools.product(patterns, rules)):
         loop = Loop(*rule)
-        for each in pattern:
-            loop.step(each == "X", minimizes=bool(number % 2))
+        for mark in pattern:
+            loop.step(mark == "X", minimizes=bool(number % 2))
 
 
 def test_a_constant_scale_stays_skips_and_needs_no_update():
@@ -193,7 +193,7 @@ def test_what_is_set_counts_from_there_on():
 
 def test_what_is_set_inside_an_iteration_forgets_nothing_of_it():
     places, rules = ("scaled", "unscaled", "stepped"), ("incr_ratio", "incr_every_n_steps", "decr_every_n_nan_or_inf")
-    for (place, rule), overflows in itertools.product(zip(places, rules, strict=True), (False, True)):
+    for (moment, rule), overflows in itertools.product(zip(places, rules, strict=True), (False, True)):
         weight = torch.ones(1, requires_grad=True)
         optimizer, scaler = torch.optim.SGD([weight], lr=0.125), paddle.GradScaler(init_loss_scaling=1024.0)
         scaler.scale(weight.sum() * (torch.inf if overflows else 1.0)).backward()
@@ -202,7 +202,7 @@ def test_what_is_set_inside_an_iteration_forgets_nothing_of_it():
                 scaler.unscale_(optimizer)
             elif call == "stepped":
                 scaler.step(optimizer)
-            if call == place:
+            if call == moment:
                 getattr(scaler, f"set_{rule}")(1 if rule == "decr_every_n_nan_or_inf" else 3)
         with pytest.raises(StateError, match="already"):
             scaler.step(optimizer)

@@ -128,8 +128,8 @@ def numbers(args):
 def mixtures(low, args):
     """Which dtypes the inputs are called with: each alike, and the first unlike the others."""
     count = numbers(args)
-    found = [(low,) * count, (torch.float32,) * count]
-    return [*found, (low, *(torch.float32,) * (count - 1)), (torch.float32, *(low,) * (count - 1))][: 2 * min(count, 2)]
+    pure = [(low,) * count, (torch.float32,) * count]
+    return [*pure, (low, *(torch.float32,) * (count - 1)), (torch.float32, *(low,) * (count - 1))][: 2 * min(count, 2)]
 
 
 @pytest.mark.parametrize("level", LEVELS)

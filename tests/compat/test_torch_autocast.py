@@ -46,9 +46,9 @@ def test_every_op_has_the_dtype_that_it_has_in_torchs_region(dtype):
         with torch.autocast("cpu", dtype=dtype):
             wanted = op()
         with autocast("cpu", dtype=dtype):
-            found = op()
-        assert found.dtype == wanted.dtype, name
-        torch.testing.assert_close(found, wanted, msg=name)
+            result = op()
+        assert result.dtype == wanted.dtype, name
+        torch.testing.assert_close(result, wanted, msg=name)
 
 
 def test_the_signature_is_torchs():
@@ -58,12 +58,12 @@ def test_the_signature_is_torchs():
     assert [p.default for p in mine.values()] == ["cuda", None, True, None]  # torch.cuda.amp's programs name no device
     for name in ("__init__", "scale", "unscale_", "step", "update", "get_scale", "set_growth_factor", "state_dict"):
         theirs, mine = (
-            inspect.signature(getattr(each, name)).parameters for each in (torch.amp.GradScaler, GradScaler)
+            inspect.signature(getattr(scaler, name)).parameters for scaler in (torch.amp.GradScaler, GradScaler)
         )
         assert [(p.name, p.default, p.kind) for p in mine.values()] == [
             (p.name, p.default, p.kind) for p in theirs.values()
         ]
-    theirs, mine = (inspect.signature(each).parameters for each in (torch.cuda.amp.GradScaler, amp.GradScaler))
+    theirs, mine = (inspect.signature(scaler).parameters for scaler in (torch.cuda.amp.GradScaler, amp.GradScaler))
     assert list(mine) == list(theirs)
     public = {name for name in vars(torch.amp.GradScaler) if not name.startswith("_")}
     assert public <= {*dir(GradScaler)}
@@ -118,9 +118,9 @@ def test_it_is_compiled_whole(inside):
 
     compiled = torch.compile(product, backend="eager", fullgraph=True)
     with autocast("cpu", dtype=torch.bfloat16):
-        found, wanted = compiled(A), product(A)
-    assert found.dtype == wanted.dtype
-    assert torch.equal(found, wanted)
+        output, wanted = compiled(A), product(A)
+    assert output.dtype == wanted.dtype
+    assert torch.equal(output, wanted)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -192,8 +192,8 @@ def test_the_spellings_of_torch_cuda_amp_work_after_a_changed_import(low, monkey
             ((True,), {"dtype": low}),
         ):
             made = old(*args, **options)
-            policy, kind = given.pop()
-            assert (kind, f"dtype={low}".replace("torch.", "") in policy) == ("cuda", True)
+            policy, device = given.pop()
+            assert (device, f"dtype={low}".replace("torch.", "") in policy) == ("cuda", True)
             assert made.region.caches in ((False,) if len(args) == 3 else (True, None))
         for off in (old(False), old(enabled=False), old(False, low)):
             assert isinstance(off, torch.autocast)

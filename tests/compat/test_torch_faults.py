@@ -75,19 +75,19 @@ def test_an_infinity_that_unscaling_makes_is_found():
 
 def test_gradients_are_unscaled_by_the_scale_that_they_were_made_with():
     """torch takes the scale of now, which update() has doubled meanwhile."""
-    found = {}
+    values = {}
     for name, scaler_of in SCALERS.items():
         (first, one), (second, two) = one_weight(), one_weight()
         scaler = scaler_of("cpu", init_scale=8.0, growth_interval=1)
         advance(first.sum() + second.sum(), scaler, one)
         scaler.step(two)
-        found[name] = second.item()
-    assert found == {"torch": 0.5, "mezzo": 0.0}
+        values[name] = second.item()
+    assert values == {"torch": 0.5, "mezzo": 0.0}
 
 
 def test_what_a_step_has_left_is_not_divided_again():
     """torch divides once more, and steps with gradients that are as much too small."""
-    found = {}
+    values = {}
     for name, scaler_of in SCALERS.items():
         weight, optimizer = one_weight(8.0)
         scaler = scaler_of("cpu", init_scale=4.0)
@@ -95,13 +95,13 @@ def test_what_a_step_has_left_is_not_divided_again():
         for _ in range(3):
             scaler.step(optimizer)
             scaler.update()
-        found[name] = weight.item()
-    assert found == {"torch": 8 - 1 - 1 / 4 - 1 / 16, "mezzo": 5.0}
+        values[name] = weight.item()
+    assert values == {"torch": 8 - 1 - 1 / 4 - 1 / 16, "mezzo": 5.0}
 
 
 def test_an_interval_that_is_shorter_than_the_count_is_over():
     """torch compares for equality, and the scale would not grow again before the next overflow."""
-    found = {}
+    scales = {}
     for name, scaler_of in SCALERS.items():
         weight, optimizer = one_weight()
         scaler = scaler_of("cpu", init_scale=8.0, growth_interval=10)
@@ -110,21 +110,21 @@ def test_an_interval_that_is_shorter_than_the_count_is_over():
             advance(weight.sum(), scaler, optimizer)
             if number == 2:
                 scaler.set_growth_interval(2)
-        found[name] = scaler.get_scale()
-    assert found == {"torch": 8.0, "mezzo": 16.0}
+        scales[name] = scaler.get_scale()
+    assert scales == {"torch": 8.0, "mezzo": 16.0}
 
 
 def test_a_scale_of_the_users_own_counts_besides_as_in_torch():
-    found = {}
+    values = {}
     for name, scaler_of in SCALERS.items():
         weight = torch.ones(1, requires_grad=True)
         optimizer, scaler = torch.optim.SGD([weight], lr=1.0, fused=True), scaler_of("cpu", init_scale=8.0)
         scaler.scale(weight.sum()).backward()
         optimizer.grad_scale = torch.tensor(4.0)
         scaler.step(optimizer)
-        found[name] = weight.item()
+        values[name] = weight.item()
         assert not hasattr(optimizer, "grad_scale")
-    assert found == {"torch": 0.75, "mezzo": 0.75}
+    assert values == {"torch": 0.75, "mezzo": 0.75}
 
 
 # Closures ---------------------------------------------------------------------------------------------------
@@ -178,9 +178,9 @@ SEARCHES = {
 @pytest.mark.parametrize("optimizer", SEARCHES)
 def test_closures_of_optimizers_that_evaluate_as_often_as_they_like(optimizer):
     """torch's scaler has no such optimizers; with a scale that is a power of two the numbers are plain torch's."""
-    found = [evaluated(scaler, SEARCHES[optimizer]) for scaler in (None, GradScaler("cpu", init_scale=2.0**10))]
-    assert_same(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
+    runs = [evaluated(scaler, SEARCHES[optimizer]) for scaler in (None, GradScaler("cpu", init_scale=2.0**10))]
+    assert_same(runs[0][0], runs[1][0])
+    assert runs[0][1] == runs[1][1]
     scaler = GradScaler("cpu", init_scale=8.0)
     overflowed, _ = evaluated(scaler, SEARCHES[optimizer], {(0, 2), (2, 1), (3, 2)})
     model = network()
@@ -200,16 +200,16 @@ def test_closures_of_optimizers_that_evaluate_as_often_as_they_like(optimizer):
 def test_closures_of_optimizers_that_evaluate_once(portable):
     for name in ("momentum", "adamw fused", "mezzo"):
         optimizer_of, scaler = OPTIMIZERS[name], GradScaler("cpu", init_scale=2.0**10)
-        found = [evaluated(each, optimizer_of) for each in (None, scaler)]
-        assert_same(found[0][0], found[1][0])
-        assert found[0][1] == found[1][1]
+        runs = [evaluated(its_scaler, optimizer_of) for its_scaler in (None, scaler)]
+        assert_same(runs[0][0], runs[1][0])
+        assert runs[0][1] == runs[1][1]
         assert_same(evaluated(scaler, optimizer_of, {(number, 1) for number in range(4)})[0], weights(network()))
         assert scaler.get_scale() == 2.0**6
 
 
 def test_gradients_before_a_closure_are_an_evaluation_of_their_own():
-    found = [evaluated(scaler, SEARCHES["SAM"], begins=True)[0] for scaler in (None, GradScaler("cpu"))]
-    assert_same(*found)
+    runs = [evaluated(scaler, SEARCHES["SAM"], begins=True)[0] for scaler in (None, GradScaler("cpu"))]
+    assert_same(*runs)
 
 
 # Optimizers that share weights, change them, or go ----------------------------------------------------------
@@ -283,7 +283,7 @@ def test_optimizers_of_earlier_iterations_are_let_go():
         gone.append(weakref.ref(optimizer))
     del optimizer
     gc.collect()
-    assert [each() is None for each in gone] == [True, True, False]
+    assert [reference() is None for reference in gone] == [True, True, False]
 
 
 class Odd(torch.optim.SGD):
@@ -303,9 +303,9 @@ def test_step_hands_on_what_it_is_given_and_returns_what_it_gets():
         for factor in (1.0, torch.inf):
             optimizer.zero_grad()
             scaler.scale(weight.sum() * factor).backward()
-            found = scaler.step(optimizer, None, factor=3.0, log=log)
+            returned = scaler.step(optimizer, None, factor=3.0, log=log)
             scaler.update()
-            assert found == ("stepped" if factor == 1.0 else None)
+            assert returned == ("stepped" if factor == 1.0 else None)
     assert log == [3.0, 3.0]
 
 

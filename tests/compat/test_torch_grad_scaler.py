@@ -33,23 +33,23 @@ def training(scaler_of, make, clip=None, micro_batches=1, overflows=(), unscales
         scaler.update()
         optimizer.zero_grad()
         trace.append(scaler.get_scale())
-    return weights(model), [repr(each) for each in trace], scaler.state_dict()
+    return weights(model), [repr(entry) for entry in trace], scaler.state_dict()
 
 
 def test_clipping_and_accumulation():
     ways = ((None, 1, False), (None, 3, True), (0.01, 1, False), (1e3, 2, False))
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
-        for place, (clip, micro_batches, unscales) in enumerate(ways[number % 2 :: 2]):
-            overflows = ((), (0,), (2, 3), (4,))[(number // 2 + place) % 4]
+        for position, (clip, micro_batches, unscales) in enumerate(ways[number % 2 :: 2]):
+            overflows = ((), (0,), (2, 3), (4,))[(number // 2 + position) % 4]
             if name == "sgd fused" and overflows == (0,):
                 overflows = ()  # torch's begins with momentum that was never written: see below
             both(training, make, clip, micro_batches, overflows, unscales)
 
 
 def test_a_fused_sgd_whose_first_step_is_skipped_begins_as_if_it_were_not():
-    found, scales, _ = training(GradScaler, OPTIMIZERS["sgd fused"], overflows=(0,))
+    final, scales, _ = training(GradScaler, OPTIMIZERS["sgd fused"], overflows=(0,))
     plain, _, _ = training(SCALERS["torch"], OPTIMIZERS["momentum"], overflows=(0,))
-    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(final, plain)
     assert scales[1] == "512.0"
     for dtype in ("bfloat16", "float16"):
         ends = []
@@ -86,14 +86,14 @@ def odd_scales(scaler_of, scales):
 def odd_factors(scaler_of, growth, backoff, interval, pattern):
     weight = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler, found = scaler_of("cpu", 3.0, growth, backoff, interval), []
-    for each in pattern:
+    scaler, numbers = scaler_of("cpu", 3.0, growth, backoff, interval), []
+    for mark in pattern:
         weight.grad = None
-        scaler.scale(weight.sum() * (torch.inf if each == "X" else 1.0)).backward()
+        scaler.scale(weight.sum() * (torch.inf if mark == "X" else 1.0)).backward()
         scaler.step(optimizer)
         scaler.update()
-        found += [scaler.get_scale(), scaler.state_dict()["_growth_tracker"], scaler._get_growth_tracker()]
-    return [weight.detach()], found
+        numbers += [scaler.get_scale(), scaler.state_dict()["_growth_tracker"], scaler._get_growth_tracker()]
+    return [weight.detach()], numbers
 
 
 def test_scales_and_factors_that_are_no_powers_of_two():
@@ -150,7 +150,7 @@ def penalty(scaler_of, overflows):
         optimizer.zero_grad()
         loss, params = loss_of(model, number, number in overflows), list(model.parameters())
         scaled = torch.autograd.grad(scaler.scale(loss), params, create_graph=True)
-        loss = loss + sum((each * (1.0 / scaler.get_scale())).pow(2).sum() for each in scaled).sqrt()
+        loss = loss + sum((gradient * (1.0 / scaler.get_scale())).pow(2).sum() for gradient in scaled).sqrt()
         scaler.scale(loss).backward()
         trace.append(scaler.step(optimizer))
         scaler.update()
@@ -158,11 +158,11 @@ def penalty(scaler_of, overflows):
     return weights(model), trace
 
 
-def outputs(scaler_of, kind):
+def outputs(scaler_of, container):
     """Lists, tuples and other iterables of outputs, and nested ones."""
     model = network()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), scaler_of("cpu", init_scale=8.0)
-    scaled = scaler.scale(kind([model(batch(0)).sum(), model(batch(1)).mean()]))
+    scaled = scaler.scale(container([model(batch(0)).sum(), model(batch(1)).mean()]))
     names = type(scaled).__name__
     torch.autograd.backward(list(scaled))
     scaler.step(optimizer)
@@ -243,9 +243,9 @@ def test_a_program_comes_to_the_same(name):
 def test_what_is_scaled_has_the_dtype_that_torch_gives_it():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in ((), (1,), (2, 3)):
-            found, wanted = (value("cpu").scale(torch.full(shape, 2.0, dtype=dtype)) for value in SCALERS.values())
-            assert found.dtype == wanted.dtype
-            assert torch.equal(found, wanted)
+            scaled, wanted = (value("cpu").scale(torch.full(shape, 2.0, dtype=dtype)) for value in SCALERS.values())
+            assert scaled.dtype == wanted.dtype
+            assert torch.equal(scaled, wanted)
 
 
 # State ------------------------------------------------------------------------------------------------------
@@ -278,8 +278,8 @@ def test_states_load_both_ways_and_go_on():
         for name in ("scale", "growth_factor", "backoff_factor", "growth_interval"):
             assert getattr(first, f"get_{name}")() == getattr(second, f"get_{name}")() == state[name]
         other = copy.deepcopy(model)
-        found = trained(second, model, optimizer, range(6, 12))
-        assert found == trained(first, other, torch.optim.SGD(other.parameters(), lr=0.1), range(6, 12))
+        numbers = trained(second, model, optimizer, range(6, 12))
+        assert numbers == trained(first, other, torch.optim.SGD(other.parameters(), lr=0.1), range(6, 12))
         assert_same(weights(model), weights(other))
 
 

@@ -28,14 +28,14 @@ pytestmark = [
 
 
 def entries(lists, tables):
-    for table, place, treatment in tables:
+    for table, owner, treatment in tables:
         for entry in getattr(lists, table, []):
             name, args, *extra = entry
             if isinstance(args, str):
                 continue  # einsum: torch's entry does not fit its own equation; tests/cast covers the op
             kwargs = next((item for item in extra if isinstance(item, dict)), {})
             out_type = next((item for item in extra if isinstance(item, torch.dtype)), None)
-            yield table, place, treatment, name, args, kwargs, out_type
+            yield table, owner, treatment, name, args, kwargs, out_type
 
 
 def on_cpu(value):
@@ -60,8 +60,8 @@ def tensors(value):
     return [t for item in value for t in tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def function_of(place, name):
-    for where in (place, torch, torch._C._nn, torch.nn.functional, torch.Tensor):
+def function_of(owner, name):
+    for where in (owner, torch, torch._C._nn, torch.nn.functional, torch.Tensor):
         if hasattr(where, name):
             return getattr(where, name)
     return None
@@ -75,8 +75,8 @@ def run(policy, function, args, kwargs):
 def report(lists, tables, policy):
     """Check every entry; return what differed, and what has no CPU kernel, with the reason."""
     outcome = collections.defaultdict(dict)
-    for number, (table, place, treatment, name, args, kwargs, out_type) in enumerate(entries(lists, tables)):
-        function, args = function_of(place, name), on_cpu(args)
+    for number, (table, owner, treatment, name, args, kwargs, out_type) in enumerate(entries(lists, tables)):
+        function, args = function_of(owner, name), on_cpu(args)
         key = f"{table} {number}: {name}"
         if function is None:
             outcome["absent"][key] = "no such function"
@@ -123,6 +123,6 @@ def test_cpu_lists():
 
 
 def test_banned_list():
-    for name, args, place in AutocastTestLists(torch.device("cpu")).banned:
+    for name, args, owner in AutocastTestLists(torch.device("cpu")).banned:
         with pytest.raises(mezzo.UnsupportedError, match=f"{name} is banned"):
-            run(Policy.O1(emulate=False), getattr(place, name), args, {})
+            run(Policy.O1(emulate=False), getattr(owner, name), args, {})

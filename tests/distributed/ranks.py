@@ -52,16 +52,16 @@ def on_ranks(count, function, *args, timeout=600, backend="gloo", fresh=False):
     fresh = fresh or backend is None
     ranks = None if fresh else _STAYING.pop(count, None)
     ranks = ranks or _Ranks(count, backend)
-    found = ranks.call(pickle.dumps((function.__module__, function.__qualname__, args)), time.monotonic() + timeout)
-    texts = {rank: text for rank, (is_result, text) in found.items() if not is_result}
-    texts |= {rank: f"did not end in {timeout} s" for rank in range(count) if rank not in found}
+    answers = ranks.call(pickle.dumps((function.__module__, function.__qualname__, args)), time.monotonic() + timeout)
+    texts = {rank: text for rank, (is_result, text) in answers.items() if not is_result}
+    texts |= {rank: f"did not end in {timeout} s" for rank in range(count) if rank not in answers}
     if fresh or texts:
         ranks.end()
     else:
         _STAYING[count] = ranks
     if texts:
         raise RankError(texts)
-    return [found[rank][1] for rank in range(count)]
+    return [answers[rank][1] for rank in range(count)]
 
 
 class _Ranks:
@@ -81,7 +81,7 @@ class _Ranks:
 
     def call(self, call, end):
         """Return what came from each rank before a time: whether it is a result, and the result or the error's text."""
-        found, open_ = {}, dict(self.there)
+        answers, open_ = {}, dict(self.there)
         for connection in open_:
             with contextlib.suppress(OSError):  # of a rank that is gone, as will be told
                 connection.send_bytes(call)
@@ -89,10 +89,10 @@ class _Ranks:
             for connection in wait(list(open_), left):
                 rank = open_.pop(connection)
                 try:
-                    found[rank] = pickle.loads(connection.recv_bytes())
+                    answers[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    found[rank] = (False, "was killed")
-        return found
+                    answers[rank] = (False, "was killed")
+        return answers
 
     def end(self):
         for connection in self.there:

@@ -67,8 +67,8 @@ def flat(value):
             yield str(key).encode()
             yield from flat(value[key])
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from flat(each)
+        for part in value:
+            yield from flat(part)
     elif isinstance(value, torch.Tensor):
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value
         yield whole.detach().double().contiguous().numpy().tobytes()
@@ -82,10 +82,10 @@ def digest(*values):
 
 def state(amp):
     """Return a session's state in one word: FP32 weights, moments, counters and scales."""
-    found = amp.stateful().state_dict()
-    session = found["session"][0]
+    states = amp.stateful().state_dict()
+    session = states["session"][0]
     stats = {name: value for name, value in session["stats"].items() if name != "ranks"}
-    return digest(found["model"], found["optimizers"], session["loss_scale"], stats)
+    return digest(states["model"], states["optimizers"], session["loss_scale"], stats)
 
 
 def saved(folders):
@@ -124,12 +124,12 @@ def all_saved(folders, file):
 
 def all_loaded(worlds, folders, file):
     """Load what any number of ranks has saved; on two ranks a file of one process and other models' too."""
-    words, found = loaded(worlds, folders), {}
+    words, results = loaded(worlds, folders), {}
     if dist.get_world_size() == 2:
-        found = {"file": from_a_file(file), "others": other_models(folders)}
+        results = {"file": from_a_file(file), "others": other_models(folders)}
     if dist.get_world_size() < 4:
-        found["torch"] = by_torch([kind for kind in BY_TORCH if kind[0] in worlds], file.parent)
-    return words, found
+        results["torch"] = by_torch([case for case in BY_TORCH if case[0] in worlds], file.parent)
+    return words, results
 
 
 #: Policies and optimizers that go through torch's own state dicts, without the session.
@@ -151,22 +151,22 @@ def test_any_number_of_ranks_loads_what_any_other_saved(worlds, kinds, tmp_path)
     for count, alike in of.items():
         mine = {key: path for key, path in folders.items() if key[0] in alike}
         ranks = on_ranks(count, all_saved, mine, file)
-        words = [each for each, _ in ranks]
-        wrong += [("saved", key) for key in words[0] if any(each[key] != words[0][key] for each in words)]
+        words = [of_rank for of_rank, _ in ranks]
+        wrong += [("saved", key) for key in words[0] if any(of_rank[key] != words[0][key] for of_rank in words)]
         there |= words[0]
         there["file"] = ranks[0][1] or there["file"]
     for count, alike in of.items():
         ranks = on_ranks(count, all_loaded, alike, folders, file)
-        words = [each for each, _ in ranks]
-        for key, found in words[0].items():
-            wrong += [("ranks differ", key)] * any(each[key] != found for each in words)
-            wrong += [("loaded", key)] * (found != there[key[1:]][: len(found)])
-        for _, found in ranks:
-            wrong += found.get("torch", [])
+        words = [of_rank for of_rank, _ in ranks]
+        for key, word in words[0].items():
+            wrong += [("ranks differ", key)] * any(of_rank[key] != word for of_rank in words)
+            wrong += [("loaded", key)] * (word != there[key[1:]][: len(word)])
+        for _, results in ranks:
+            wrong += results.get("torch", [])
             if count == 2:
-                assert found["file"] == [there["file"]] * 2  # whole, and in parts
+                assert results["file"] == [there["file"]] * 2  # whole, and in parts
                 refused = [("StateError", True), True, ("CheckpointException", True), True]
-                assert found["others"] == refused * 2  # on all ranks, and nothing is loaded
+                assert results["others"] == refused * 2  # on all ranks, and nothing is loaded
     assert wrong == []
 
 
@@ -187,7 +187,7 @@ def to_a_file(path):
 
 
 def other_models(folders):
-    found = []
+    outcomes = []
     for world in ("ddp", "two"):
         (policy, name), folder = next((key[1:], path) for key, path in folders.items() if key[0] == world)
         for width in (7, 9):
@@ -200,9 +200,9 @@ def other_models(folders):
             try:
                 checkpoint.load({"app": same.stateful()}, checkpoint_id=folder)
             except (StateError, checkpoint.CheckpointException) as error:
-                found.append((type(error).__name__, "0.weight" in str(error) or "2.weight" in str(error)))
-            found.append(before == state(same))
-    return found
+                outcomes.append((type(error).__name__, "0.weight" in str(error) or "2.weight" in str(error)))
+            outcomes.append(before == state(same))
+    return outcomes
 
 
 def by_torch(kinds, folder):
@@ -228,8 +228,8 @@ def by_torch(kinds, folder):
 
 def kept(amp):
     """Return FP32 weights and the optimizer's state in one word."""
-    found = amp.stateful().state_dict()
-    return digest(found["model"], found["optimizers"])
+    states = amp.stateful().state_dict()
+    return digest(states["model"], states["optimizers"])
 
 
 # By torch.distributed.checkpoint alone ----------------------------------------------------------------------
@@ -254,12 +254,12 @@ def saved_by_torch(folder):
         model, amp = plain_or_halves(POLICIES[0], 0)
         train(model, amp, range(2))
         words[name] = of_model(model)
-        found = getattr(checkpoint, name)({"model": model.state_dict()}, checkpoint_id=folder / name)
+        saving = getattr(checkpoint, name)({"model": model.state_dict()}, checkpoint_id=folder / name)
         with torch.no_grad():
             for param in model.parameters() if name == "async_save" else ():
                 param.mul_(2)
         if name == "async_save":
-            found.result()
+            saving.result()
         words[f"{name}, after"] = of_model(model) != words[name]
     return words
 
@@ -293,23 +293,23 @@ def test_torch_alone_saves_and_loads_halves_over_any_number_of_ranks(tmp_path):
 
 def decoded(amp):
     """Return the moments that codes stand for."""
-    found = []
-    for held in amp.stateful().state_dict()["optimizers"]["0"].values():
+    values = []
+    for moments in amp.stateful().state_dict()["optimizers"]["0"].values():
         for name in ("exp_avg", "exp_avg_sq"):
-            codes, scales = (each.full_tensor() if isinstance(each, DTensor) else each
-                             for each in (held[f"{name}_codes"], held[f"{name}_scale"]))  # fmt: skip
-            found.append(valued(codes, scales).flatten().tolist())
-    return found
+            codes, scales = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                             for tensor in (moments[f"{name}_codes"], moments[f"{name}_scale"]))  # fmt: skip
+            values.append(valued(codes, scales).flatten().tolist())
+    return values
 
 
 def read_in_codes(world, folders):
     """Load what each number of ranks has saved: the state in one word, the weights, and the moments."""
-    found = {}
+    by_source = {}
     for source, folder in folders.items():
         _, amp = session(world, POLICIES[0], "codes", seed=1)
         checkpoint.load({"app": amp.stateful()}, checkpoint_id=folder)
-        found[source] = state(amp), digest(amp.stateful().state_dict()["model"]), decoded(amp)
-    return found
+        by_source[source] = state(amp), digest(amp.stateful().state_dict()["model"]), decoded(amp)
+    return by_source
 
 
 def saved_in_codes(world, folder):
@@ -326,8 +326,8 @@ def test_codes_are_the_same_over_as_many_shards_and_rounded_once_more_over_other
     before = {world: on_ranks(WORLDS[world][0], saved_in_codes, world, folders[world])[0] for world in worlds}
     alike = {"one": {"one", "ddp"}, "ddp": {"one", "ddp"}, "two": {"two"}}
     for world in worlds:
-        for found in on_ranks(WORLDS[world][0], read_in_codes, world, folders):
-            for source, (word, weights, moments) in found.items():
+        for by_source in on_ranks(WORLDS[world][0], read_in_codes, world, folders):
+            for source, (word, weights, moments) in by_source.items():
                 assert weights == before[source][1]
                 assert source not in alike[world] or word == before[source][0], (source, world)
                 for mine, theirs in zip(moments, before[source][2], strict=True):

@@ -55,7 +55,7 @@ def batched(make):
 def into(call, rows, *others):
     def run(make):
         target = make(rows)
-        call(target.data, *(each(make) for each in others))
+        call(target.data, *(other(make) for other in others))
         return target
 
     return run
@@ -64,8 +64,8 @@ def into(call, rows, *others):
 def written(call):
     def run(make):
         param = make()
-        found = call(param)
-        return param if found is None else found
+        result = call(param)
+        return param if result is None else result
 
     return run
 
@@ -87,15 +87,15 @@ def functional_in_place(make):
 
 def gathered_in_lists(make):
     outs = [make(seed=seed) for seed in (1, 2)]
-    dist.all_gather([each.data for each in outs], make().data)
-    return torch.cat([each.detach() for each in outs])
+    dist.all_gather([out.data for out in outs], make().data)
+    return torch.cat([out.detach() for out in outs])
 
 
 def gathered_from_plain(make):
     """Here the list alone is in halves."""
     outs = [make(seed=seed) for seed in (1, 2)]
-    dist.all_gather([each.data for each in outs], torch.full((4, 3), 0.1 * (1 + dist.get_rank())))
-    return torch.cat([each.detach() for each in outs])
+    dist.all_gather([out.data for out in outs], torch.full((4, 3), 0.1 * (1 + dist.get_rank())))
+    return torch.cat([out.detach() for out in outs])
 
 
 def reduced_from_lists(make):
@@ -142,11 +142,11 @@ CALLS = {
 
 def all_of_them():
     """What each call makes of plain and of stored parameters; and what is refused."""
-    found = {}
+    comparisons = {}
     with torch.no_grad():
         for name, call in CALLS.items():
             want, got = (call(make).detach() + 0 for make in (plain, stored))
-            found[name] = torch.equal(want, got), float(want.abs().sum())
+            comparisons[name] = torch.equal(want, got), float(want.abs().sum())
         refused = {}
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
         param = stored()
@@ -158,7 +158,7 @@ def all_of_them():
             torch.ops.symm_mem.two_shot_all_reduce_(param.data, "sum", dist.group.WORLD.group_name)
         except UnsupportedError as error:
             refused["symmetric memory"] = str(error)
-    return found, refused
+    return comparisons, refused
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +167,8 @@ def of_two():
 
 
 def test_collectives_reach_both_halves(of_two):
-    for found, _ in of_two:
-        assert {name: same for name, (same, _) in found.items()} == dict.fromkeys(CALLS, True)
+    for comparisons, _ in of_two:
+        assert {name: same for name, (same, _) in comparisons.items()} == dict.fromkeys(CALLS, True)
     moved = [name for name, (_, size) in of_two[0][0].items() if size]
     assert moved == [*CALLS]
 

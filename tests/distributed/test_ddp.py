@@ -102,10 +102,10 @@ def crossed():
 
 
 def test_ranks_stay_equal_and_train_as_one_process_does(ranks):
-    for case, *each in zip(CROSS, *(found["crossed"] for found in ranks), strict=True):
-        assert each == [each[0]] * 2, case
+    for case, *results in zip(CROSS, *(rank["crossed"] for rank in ranks), strict=True):
+        assert results == [results[0]] * 2, case
         # Gradients are rounded to their dtype, each a little differently: the first step, before weights differ too.
-        (norm, *_), (skipped, *_), _ = each[0]
+        (norm, *_), (skipped, *_), _ = results[0]
         (expected, *_), *_ = trained(*case, 1, 1)
         assert not skipped, case
         assert norm == pytest.approx(expected, rel=1e-3), case
@@ -119,13 +119,13 @@ def as_o1():
 
 def orders():
     """Return what each order comes to; also where each rank has initialised its model by itself."""
-    found = {}
+    ends = {}
     for policy, optimizer in ((POLICIES[0], "sgd"), (POLICIES[3], "adamw"), (POLICIES[3], "mezzo")):
         for seed, order in ((0, ORDERS[0]), (dist.get_rank(), ORDERS[0]), (dist.get_rank(), ORDERS[2])):
             words = trained(policy, optimizer, "plain", "one", 2, 2, order, seed)
-            found.setdefault((policy, optimizer), set()).add(words[-1])
-    found[POLICIES[0], "sgd"].add(trained(POLICIES[0], "sgd", "plain", "one", 2, 2, ORDERS[1])[-1])
-    return found
+            ends.setdefault((policy, optimizer), set()).add(words[-1])
+    ends[POLICIES[0], "sgd"].add(trained(POLICIES[0], "sgd", "plain", "one", 2, 2, ORDERS[1])[-1])
+    return ends
 
 
 # Sums, which are exact --------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def inside_another(model):
 
 def accumulated(ways=(DistributedDataParallel, inside_another)):
     """Return gradients after three micro-batches, of which the second is the first to be exchanged."""
-    found = {}
+    gradients = {}
     for way in ways:
         for policy in (BF16, FP16, O3):
             model = Scaled()
@@ -180,20 +180,20 @@ def accumulated(ways=(DistributedDataParallel, inside_another)):
             with torch.no_grad(), amp.autocast():
                 run(of_rank())  # a pass that asks for nothing changes nothing
             backward(amp, run)
-            found[way.__name__, policy] = unscaled(amp, model)["weight"]
-    return found
+            gradients[way.__name__, policy] = unscaled(amp, model)["weight"]
+    return gradients
 
 
 def several():
     """Return the gradients of parameters that are wrapped together, or apart."""
-    found = {}
+    gradients = {}
     model = Scaled("one", "two")
     halves = [torch.optim.SGD([param], lr=1.0) for param in model.params.values()]
     amp = mezzo.MixedPrecision(model, halves, FP16)
     ddp = DistributedDataParallel(model)
     for _ in range(2):
         backward(amp, ddp)
-    found["two optimizers"] = unscaled(amp, model)
+    gradients["two optimizers"] = unscaled(amp, model)
 
     nets = [Scaled(), Scaled()]
     amp = mezzo.MixedPrecision(nets, list(map(sgd, nets)), FP16)
@@ -201,13 +201,13 @@ def several():
     for run in (*wrapped, *wrapped):  # each loss opens the windows of both optimizers, and is of one of the nets
         backward(amp, run)
     amp.unscale_()
-    found["two nets"] = {n: net.params["weight"].grad.tolist() for n, net in zip(("one", "two"), nets, strict=True)}
-    return found
+    gradients["two nets"] = {n: net.params["weight"].grad.tolist() for n, net in zip(("one", "two"), nets, strict=True)}
+    return gradients
 
 
 def seldom_used():
     """Return gradients where one parameter is used on one rank alone, in a paused pass, and another nowhere."""
-    found = {}
+    gradients = {}
     for policy in (BF16, FP16):
         for views in (False, True):
             model = Scaled("often", "seldom", "never")
@@ -219,10 +219,10 @@ def seldom_used():
                         names = ["often", "seldom"] if dist.get_rank() == 1 else ["often"]
                         backward(amp, lambda x, ddp=ddp, names=names: ddp(x, *names))
                 backward(amp, lambda x, ddp=ddp: ddp(x, "often"))
-                found[policy, views, number] = unscaled(amp, model)
+                gradients[policy, views, number] = unscaled(amp, model)
                 amp.step()
                 amp.zero_grad()
-    return found
+    return gradients
 
 
 class Failing(torch.autograd.Function):
@@ -237,7 +237,7 @@ class Failing(torch.autograd.Function):
 
 def failing():
     """Return what weights are after a backward pass that raises, and a step with what was there before."""
-    found = {}
+    outcomes = {}
     for policy in (BF16, FP16):
         model = Scaled()
         amp = mezzo.MixedPrecision(model, sgd(model), policy)
@@ -245,8 +245,8 @@ def failing():
         backward(amp, ddp)
         error = text_of(lambda a=amp, d=ddp: backward(a, lambda x: Failing.apply(d(x))))
         amp.step()
-        found[policy] = error, model.state_dict()["params.weight"].tolist()
-    return found
+        outcomes[policy] = error, model.state_dict()["params.weight"].tolist()
+    return outcomes
 
 
 def sequences(count=8):
@@ -254,9 +254,9 @@ def sequences(count=8):
     wrong = []
     for seed in range(count):
         draw = random.Random(seed)
-        policy, kind = draw.choice([BF16, FP16]), draw.choice([torch.optim.SGD, mezzo.optim.SGD])
+        policy, optimizer_class = draw.choice([BF16, FP16]), draw.choice([torch.optim.SGD, mezzo.optim.SGD])
         model, total = Scaled(), 0.0
-        amp = mezzo.MixedPrecision(model, kind(model.parameters(), lr=1.0), policy)
+        amp = mezzo.MixedPrecision(model, optimizer_class(model.parameters(), lr=1.0), policy)
         ddp = DistributedDataParallel(model)
         passes = [(draw.choice([True, False]), draw.randrange(1, 4)) for _ in range(draw.randrange(1, 7))]
         for is_paused, size in [*passes, (False, 1)]:  # the last one reduces
@@ -303,16 +303,16 @@ def built(level, name):
     handle = mezzo.prepare(model, policy)
     run, optimizer = BUILT[name](model, DistributedDataParallel(model))
     amp = mezzo.MixedPrecision(handle, optimizer, policy)
-    found = []
+    norms = []
     for number in range(3):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
         with amp.autocast():
             loss = run(x, False).float().square().mean()
         amp.backward(loss)
-        found.append(float(amp.step().grad_norm))
+        norms.append(float(amp.step().grad_norm))
         amp.zero_grad()
         without_ties(model, torch.bfloat16)
-    return found, [param.detach().clone().tolist() for param in model.parameters()]
+    return norms, [param.detach().clone().tolist() for param in model.parameters()]
 
 
 def built_around():
@@ -328,20 +328,20 @@ SUBJECTS = {"ddp": lambda ddp: ddp, "module": lambda ddp: ddp.module}
 
 def refused():
     """Return what is said of models that are wrapped already, and whether they are as they were."""
-    found = {}
+    outcomes = {}
     for name, subject in SUBJECTS.items():
         model = Scaled()
         ddp, optimizer = DistributedDataParallel(model), sgd(model)
         wrapped = subject(ddp)
         for policy in (BF16, O3):
-            found[name, policy] = text_of(lambda w=wrapped, p=policy, o=optimizer: mezzo.MixedPrecision(w, o, p))
+            outcomes[name, policy] = text_of(lambda w=wrapped, p=policy, o=optimizer: mezzo.MixedPrecision(w, o, p))
         dtypes = {param.dtype for param in model.parameters()}
         ddp(of_rank()).backward()
-        found[name, "after"] = dtypes == {torch.float32} and model.params["weight"].grad.tolist() == [1.5, 1.5]
+        outcomes[name, "after"] = dtypes == {torch.float32} and model.params["weight"].grad.tolist() == [1.5, 1.5]
         model.zero_grad()
         del ddp, wrapped
-        found[name, "unwrapped"] = text_of(lambda m=model, o=optimizer: mezzo.MixedPrecision(m, o, BF16))
-    return found
+        outcomes[name, "unwrapped"] = text_of(lambda m=model, o=optimizer: mezzo.MixedPrecision(m, o, BF16))
+    return outcomes
 
 
 def on_this_rank(names):
@@ -368,50 +368,50 @@ def ranks():
 
 
 def test_o2_is_o1_bit_for_bit(ranks):
-    assert [found["as_o1"] for found in ranks] == [[], []]
+    assert [rank["as_o1"] for rank in ranks] == [[], []]
 
 
 def test_what_torch_builds_around_trains_alike_on_all_ranks(ranks):
-    (wrong, first), (_, second) = (found["built_around"] for found in ranks)
+    (wrong, first), (_, second) = (rank["built_around"] for rank in ranks)
     assert wrong == []
     assert first == second
 
 
 def test_every_order_trains_the_same(ranks):
-    first, second = (found["orders"] for found in ranks)
+    first, second = (rank["orders"] for rank in ranks)
     assert [case for case in first if len(first[case] | second[case]) > 1] == []
 
 
 def test_the_wrapper_is_found_however_the_model_is_wrapped(ranks):
-    for found in ranks:
-        assert {key: value for key, value in found["accumulated"].items() if value != [4.5, 4.5]} == {}
+    for rank in ranks:
+        assert {key: value for key, value in rank["accumulated"].items() if value != [4.5, 4.5]} == {}
 
 
 def test_any_backward_passes_are_means_once_the_last_has_reduced(ranks):
-    assert [found["sequences"] for found in ranks] == [[], []]
+    assert [rank["sequences"] for rank in ranks] == [[], []]
 
 
 def test_several_optimizers_and_several_wrappers(ranks):
-    for found in ranks:
+    for rank in ranks:
         for way in ("two optimizers", "two nets"):
-            assert found["several"][way] == {"one": [3.0, 3.0], "two": [3.0, 3.0]}, way
+            assert rank["several"][way] == {"one": [3.0, 3.0], "two": [3.0, 3.0]}, way
 
 
 def test_what_only_paused_passes_use_is_reduced_too(ranks):
-    for found in ranks:
-        for (*case, number), value in found["seldom_used"].items():
+    for rank in ranks:
+        for (*case, number), value in rank["seldom_used"].items():
             often, seldom = 1.5 * (2 + number), 1.0 * (1 + number)
             assert value == {"often": [often] * 2, "seldom": [seldom] * 2, "never": None}, (case, number)
 
 
 def test_a_backward_pass_that_raises_leaves_earlier_gradients(ranks):
-    for found in ranks:
-        assert found["failing"] == dict.fromkeys((BF16, FP16), ("ValueError: in the backward pass", [-1.5, -1.5]))
+    for rank in ranks:
+        assert rank["failing"] == dict.fromkeys((BF16, FP16), ("ValueError: in the backward pass", [-1.5, -1.5]))
 
 
 def test_models_that_are_wrapped_already_are_refused_and_stay_as_they_are(ranks):
-    for found in ranks:
-        for (name, policy), result in found["refused"].items():
+    for rank in ranks:
+        for (name, policy), result in rank["refused"].items():
             if policy in ("after", "unwrapped"):
                 assert result == {"after": True, "unwrapped": ""}[policy], name
             else:

@@ -16,9 +16,9 @@ from .ranks import on_ranks
 ROOT = Path(__file__).parents[2]
 #: By example: for how many processes its first lines say it is.
 EXAMPLES = {
-    path.name: int(found[1])
+    path.name: int(command[1])
     for path in sorted(ROOT.glob("examples/*.py"))
-    if (found := re.search(r"torchrun --nproc-per-node (\d+)", path.read_text()))
+    if (command := re.search(r"torchrun --nproc-per-node (\d+)", path.read_text()))
 }
 
 

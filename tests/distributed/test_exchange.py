@@ -28,9 +28,9 @@ def sharded_norms():
     params = [p for p in model.parameters() if p.grad is not None]
     ranks = Ranks.of()
     ranks.shards = ranks.shards_of(params, lambda param: "a parameter")
-    found = ranks.norms(params, norms(dense(params)[1], CPU))
+    of_shards = ranks.norms(params, norms(dense(params)[1], CPU))
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
-    return found, torch.stack([g.double().norm().float() for g in whole])
+    return of_shards, torch.stack([g.double().norm().float() for g in whole])
 
 
 def agreed():
@@ -40,8 +40,8 @@ def agreed():
     model = nn.Linear(5, 2)
     fully_shard(model)
     ranks.shards = ranks.shards_of(model.parameters(), lambda param: "a parameter")
-    found = [each.tolist() for each in ranks.agree(flag(rank == 1), flag(False), step=1)]
-    found += [each.tolist() for each in ranks.agree(flag(rank == 1), flag(rank == 0), step=2)]
+    verdicts = [tensor.tolist() for tensor in ranks.agree(flag(rank == 1), flag(False), step=1)]
+    verdicts += [tensor.tolist() for tensor in ranks.agree(flag(rank == 1), flag(rank == 0), step=2)]
 
     def step(number, late):
         params = list(model.parameters())
@@ -56,11 +56,11 @@ def agreed():
             ranks.absent(error, CPU, step=number)
             raise
 
-    said = [text_of(lambda: step(3, late=False)), text_of(lambda: step(4, late=True))]
+    refusals = [text_of(lambda: step(3, late=False)), text_of(lambda: step(4, late=True))]
     huge = ranks.norms(params := list(model.parameters()), torch.full((len(params),), 1.5e19))
-    found += [each.tolist() for each in ranks.agree(flag(False), flag(False), step=5)]  # they are in step again
-    found += huge.tolist()  # squares that FP32 holds, and not their sum: as on one rank
-    return found, said, str(ranks.ended_by(1.0, 6)), ranks.ended_by(0.0, 6)
+    verdicts += [tensor.tolist() for tensor in ranks.agree(flag(False), flag(False), step=5)]  # they are in step again
+    verdicts += huge.tolist()  # squares that FP32 holds, and not their sum: as on one rank
+    return verdicts, refusals, str(ranks.ended_by(1.0, 6)), ranks.ended_by(0.0, 6)
 
 
 def refused():
@@ -96,18 +96,18 @@ def of_two():
 
 
 def test_norms_of_shards_become_those_of_whole_gradients(of_two):
-    found = [each[0] for each in of_two]
-    assert torch.equal(found[0][0], found[1][0])
-    for ours, expected in found:
+    pairs = [result[0] for result in of_two]
+    assert torch.equal(pairs[0][0], pairs[1][0])
+    for ours, expected in pairs:
         torch.testing.assert_close(ours, expected)
 
 
 def test_what_one_rank_finds_holds_on_all_and_an_absent_rank_ends_the_step_of_all(of_two):
-    for rank, (_, (found, said, late, none), *_) in enumerate(of_two):
-        assert found == [True, False, 0.0, True, True, 0.0, False, False, 0.0, math.inf, math.inf]
+    for rank, (_, (verdicts, refusals, late, none), *_) in enumerate(of_two):
+        assert verdicts == [True, False, 0.0, True, True, 0.0, False, False, 0.0, math.inf, math.inf]
         assert none is None
         assert late.startswith("rank 1 ended step 6")
-        for number, text in enumerate(said, 3):
+        for number, text in enumerate(refusals, 3):
             if rank == 1:
                 assert text == "ValueError: mine"
             else:
@@ -130,11 +130,11 @@ def test_what_does_not_fit_the_group_is_refused(of_two):
 def test_one_rank_has_nobody_to_agree_with():
     ranks = Ranks.of()
     assert isinstance(ranks, OneRank)
-    found, one = torch.tensor(True), torch.ones(2)
+    flag, one = torch.tensor(True), torch.ones(2)
     ranks.shards = ranks.shards_of([one], str)
     assert ranks.norms([], one) is one
-    assert ranks.agree(found, ~found, step=1)[0] is found
-    assert float(ranks.agree(found, ~found, step=1)[2]) == 0.0
+    assert ranks.agree(flag, ~flag, step=1)[0] is flag
+    assert float(ranks.agree(flag, ~flag, step=1)[2]) == 0.0
     assert ranks.ended_by(0.0, 1) is None
     with pytest.raises(mezzo.StateError, match="process_group= names ranks, and there are none"):
         Ranks.of("x")

@@ -35,14 +35,16 @@ def norms_over_two_groups():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     whole = [torch.arange(8.0).view(4, 2) + number for number in range(3)]
     placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]]
-    params = [nn.Parameter(distribute_tensor(*each)) for each in zip(whole, [mesh] * 3, placements, strict=True)]
+    params = [
+        nn.Parameter(distribute_tensor(*arguments)) for arguments in zip(whole, [mesh] * 3, placements, strict=True)
+    ]
     ranks = Ranks.of()
     ranks.shards = ranks.shards_of(params, lambda param: "a parameter")
     own = torch.stack([param.detach().to_local().norm() for param in params])
-    found = ranks.norms(params, own)
+    first = ranks.norms(params, own)
     with FromTheHost() as made:
         again = ranks.norms(params, own)
-    return found.tolist(), again.tolist(), [each.norm().item() for each in whole], made.count
+    return first.tolist(), again.tolist(), [tensor.norm().item() for tensor in whole], made.count
 
 
 # Optimizers -----------------------------------------------------------------------------------------------
@@ -50,18 +52,18 @@ def norms_over_two_groups():
 
 def of_two_dims():
     """Weights in every pair of placements, on 2 × 2 ranks."""
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")), []
+    mesh, wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")), []
     for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Replicate()]):
         full = numbers((5, 6), 0)
         mine, theirs = nn.Parameter(shard(full.clone(), mesh, placements)), nn.Parameter(full.clone())
         optimizer, other = optim.AdamW([mine], lr=0.02), optim.AdamW([theirs], lr=0.02)
         halved([mine, theirs], torch.bfloat16)
         for step in range(3):
-            for param, each in ((mine, optimizer), (theirs, other)):
+            for param, its_optimizer in ((mine, optimizer), (theirs, other)):
                 give_gradients([param], step)
-                each.step()
-        found += [(placements, *each) for each in differences([mine], [theirs], optimizer, other)]
-    return found
+                its_optimizer.step()
+        wrong += [(placements, *difference) for difference in differences([mine], [theirs], optimizer, other)]
+    return wrong
 
 
 #: Of moments that are rounded at random.
@@ -97,13 +99,13 @@ class Parallel(nn.Module):
 
 
 def on_meshes():
-    found = {}
+    trained = {}
     for policy in ("O0", O1, BF16):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = mezzo.fully_shard(net(), policy, mesh=mesh)
         amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
         norms = train(model, amp, steps=2)
-        found[policy, "replicas"] = whole(model), norms
+        trained[policy, "replicas"] = whole(model), norms
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         torch.manual_seed(0)
         model = parallelize_module(Parallel(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -111,8 +113,8 @@ def on_meshes():
         amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
         rank = mesh.get_local_rank("data")
         norms = train(model, amp, steps=2, part=lambda tensor, rank=rank: tensor.chunk(2)[rank])
-        found[policy, "tensor"] = whole(model), norms
-    return found
+        trained[policy, "tensor"] = whole(model), norms
+    return trained
 
 
 def replicas(state_dtype):
@@ -130,8 +132,8 @@ def replicas(state_dtype):
 
 
 def everything():
-    found = {"norms": norms_over_two_groups(), "shards": of_two_dims(), "meshes": on_meshes()}
-    return found | {name: (rounded_at_random(name), replicas(name)) for name in STATES}
+    results = {"norms": norms_over_two_groups(), "shards": of_two_dims(), "meshes": on_meshes()}
+    return results | {name: (rounded_at_random(name), replicas(name)) for name in STATES}
 
 
 @pytest.fixture(scope="module")
@@ -141,29 +143,29 @@ def of_four():
 
 
 def test_norms_over_several_groups_send_nothing_to_the_device_once_it_has_their_places(of_four):
-    for found, again, expected, count in (each["norms"] for each in of_four):
-        assert found == again
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+    for first, again, expected, count in (rank["norms"] for rank in of_four):
+        assert first == again
+        torch.testing.assert_close(torch.tensor(first), torch.tensor(expected))
         assert count == 0
 
 
 def test_shards_of_any_placement_are_updated_as_in_one_process(of_four):
-    assert [each["shards"] for each in of_four] == [[]] * 4
+    assert [rank["shards"] for rank in of_four] == [[]] * 4
 
 
 @pytest.mark.parametrize("state_dtype", STATES)
 def test_copies_of_a_shard_are_rounded_alike_at_random_and_shards_are_not(of_four, state_dtype):
-    rounded, ranks = zip(*(each[state_dtype] for each in of_four), strict=True)
+    rounded, ranks = zip(*(rank[state_dtype] for rank in of_four), strict=True)
     hsdp, copies, other_dim, cut_twice, plain = zip(*rounded, strict=True)
     assert hsdp[0] == hsdp[2]
     assert hsdp[1] == hsdp[3]
     assert hsdp[0] != hsdp[1]
-    assert len({str(each) for each in copies}) == 1
-    assert len({str(each) for each in plain}) == 1
+    assert len({str(copy) for copy in copies}) == 1
+    assert len({str(copy) for copy in plain}) == 1
     assert other_dim[0] == other_dim[1]
     assert other_dim[2] == other_dim[3]
     assert other_dim[0] != other_dim[2]
-    assert len({str(each) for each in cut_twice}) == 4
+    assert len({str(copy) for copy in cut_twice}) == 4
     assert ranks[0] == ranks[2]
     assert ranks[1] == ranks[3]
     assert ranks[0] != ranks[1]
@@ -177,8 +179,8 @@ def test_replicas_and_tensor_parallel_shards_train_as_one_process_does(of_four):
     for policy, limit in (("O0", 1e-5), (BF16, 0.03)):
         for way, make in (("replicas", net), ("tensor", parallel)):
             exact, norms = in_one_process("O0", make, steps=2)
-            for each in of_four:
-                params, theirs = each["meshes"][policy, way]
+            for rank in of_four:
+                params, theirs = rank["meshes"][policy, way]
                 worst = max(float((params[name] - value).abs().max()) for name, value in exact.items())
                 assert worst < limit, (policy, way)
                 assert theirs == pytest.approx(norms, rel=1e-4 if policy == "O0" else 0.05), (policy, way)
@@ -186,8 +188,8 @@ def test_replicas_and_tensor_parallel_shards_train_as_one_process_does(of_four):
 
 
 def test_o2_is_o1_bit_for_bit_on_two_dims_of_ranks(of_four):
-    for found in (each["meshes"] for each in of_four):
+    for meshes in (rank["meshes"] for rank in of_four):
         for way in ("replicas", "tensor"):
-            (params, norms), (others, theirs) = found[O1, way], found[BF16, way]
+            (params, norms), (others, theirs) = meshes[O1, way], meshes[BF16, way]
             assert same(params, others) == [], way
             assert norms == theirs, way

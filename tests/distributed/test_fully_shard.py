@@ -165,7 +165,7 @@ def in_fp32():
 
 
 def test_fp32_is_what_one_process_makes_of_the_whole_batch(of_two):
-    for params, norms in (found["fp32"] for found in of_two):
+    for params, norms in (rank["fp32"] for rank in of_two):
         model, expected = net(), []
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         for step in range(4):
@@ -223,7 +223,7 @@ def twin(level, dtype="bfloat16", emulate="false", optimizer="adamw", model=(), 
             fully_shard(module, **kwargs)
     step_of = OPTIMIZERS[optimizer](net.parameters())
     amp = mezzo.MixedPrecision(handle if shard == "prepared" else net, step_of, policy, max_grad_norm=clip)
-    found = []
+    numbers = []
     for step in range(2):
 
         def backward(step=step):
@@ -235,20 +235,20 @@ def twin(level, dtype="bfloat16", emulate="false", optimizer="adamw", model=(), 
                 with amp.no_sync() if number < micro - 1 else contextlib.nullcontext(), amp.autocast():
                     loss = nn.functional.cross_entropy(net(index).flatten(0, 1), index.flatten()) / micro
                 amp.backward(loss)
-                found.append(loss.item())
+                numbers.append(loss.item())
             return loss
 
         if optimizer == "sharp":
             amp.step(closure=backward)
         else:
             backward()
-            found.append(float(amp.step().grad_norm))
+            numbers.append(float(amp.step().grad_norm))
         with torch.no_grad():  # what is written to a state dict is written to the model
             for value in net.state_dict().values():
                 local(value).mul_(1.01)
         without_ties(net, getattr(torch, dtype))
     with torch.no_grad():
-        found.append(float(net(torch.arange(9)).sum()))
+        numbers.append(float(net(torch.arange(9)).sum()))
     for unit in (module for module in net.modules() if isinstance(module, FSDPModule)):
         unit.reshard()
     count = sum(isinstance(local(param), Halves) for param in net.parameters())
@@ -257,7 +257,7 @@ def twin(level, dtype="bfloat16", emulate="false", optimizer="adamw", model=(), 
     if shard == "prepared":
         handle.remove()
     left = same(values, own(net)) + [name for name, param in net.named_parameters() if type(local(param)) is not Tensor]
-    return found, values, count, left
+    return numbers, values, count, left
 
 
 LOW_FIRST = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -280,21 +280,21 @@ TWINS = {
 
 
 def twins():
-    found = {}
+    pairs = {}
     for name, options in TWINS.items():
         one, values, none, _ = twin("O1", **options)
         two, others, count, left = twin("O2", **options)
-        found[name] = {"numbers": (one, two), "values": same(values, others), "halves": (none, count), "left": left}
-    return found
+        pairs[name] = {"numbers": (one, two), "values": same(values, others), "halves": (none, count), "left": left}
+    return pairs
 
 
 def test_o2_is_o1_bit_for_bit(of_two):
-    for found in (each["twins"] for each in of_two):
-        for name, each in found.items():
-            one, two = each["numbers"]
+    for pairs in (rank["twins"] for rank in of_two):
+        for name, pair in pairs.items():
+            one, two = pair["numbers"]
             assert one == two, name
-            assert each["values"] == each["left"] == [], name
-            assert each["halves"] == (0, 6 if name.startswith("tied") else 7), name
+            assert pair["values"] == pair["left"] == [], name
+            assert pair["halves"] == (0, 6 if name.startswith("tied") else 7), name
 
 
 # What policies say of modules and parameters, against a session in one process ------------------------------
@@ -340,18 +340,18 @@ POLICIES = [
 
 
 def dtypes_of_all():
-    found = {}
+    dtypes = {}
     for policy in POLICIES:
         model = mezzo.fully_shard(with_norm(), policy)
-        found[policy] = seen_dtypes(model, mezzo.prepare(model, policy))
-    return found
+        dtypes[policy] = seen_dtypes(model, mezzo.prepare(model, policy))
+    return dtypes
 
 
 def test_modules_compute_in_the_dtypes_that_they_have_in_one_process(of_two):
-    for found in of_two:
+    for rank in of_two:
         for policy in POLICIES:
             model = with_norm()
-            assert found["dtypes"][policy] == seen_dtypes(model, mezzo.prepare(model, policy)), policy
+            assert rank["dtypes"][policy] == seen_dtypes(model, mezzo.prepare(model, policy)), policy
 
 
 # Orders: what is made when -------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def orders():
 
 
 def test_every_order_trains_alike_and_is_undone(of_two):
-    assert [found["orders"] for found in of_two] == [[], []]
+    assert [rank["orders"] for rank in of_two] == [[], []]
 
 
 # Bytes on the wire ---------------------------------------------------------------------------------------
@@ -425,48 +425,48 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind.__module__.startswith("torch.distributed") for kind in types):
+        if any(tensor_type.__module__.startswith("torch.distributed") for tensor_type in types):
             return NotImplemented  # a DTensor's operations come one by one
         out = func(*args, **(kwargs or {}))
-        kind = func._opname.replace("_base", "").replace("_", "")
-        if func.namespace in ("c10d", "_c10d_functional") and kind.startswith(("allgather", "reducescatter")):
+        name = func._opname.replace("_base", "").replace("_", "")
+        if func.namespace in ("c10d", "_c10d_functional") and name.startswith(("allgather", "reducescatter")):
             sides = [list(tensors(side)) for side in (*args, out)]
-            size = max(sum(each.nbytes for each in side) for side in sides)
-            self.found.append((kind[:9], size, next(each for side in sides for each in side).dtype))
+            size = max(sum(tensor.nbytes for tensor in side) for side in sides)
+            self.calls.append((name[:9], size, next(tensor for side in sides for tensor in side).dtype))
         return out
 
 
 def sent():
     """What a step gathers and reduces, by policy: the bytes, the dtypes, and the bytes that are expected."""
-    found = {}
+    sizes = {}
     for policy in ("O0", O1, BF16):
         model, amp = sharded(policy)
         train(model, amp, steps=1)
         with Collectives() as collectives:
             train(model, amp, steps=1)
-        for kind in ("allgather", "reducesca"):
-            there = [each for each in collectives.found if each[0] == kind]
-            found[policy, kind] = sum(each[1] for each in there), sorted({str(each[2]) for each in there})
+        for collective in ("allgather", "reducesca"):
+            there = [call for call in collectives.calls if call[0] == collective]
+            sizes[policy, collective] = sum(call[1] for call in there), sorted({str(call[2]) for call in there})
         expected = 0
         for name, param in model.named_parameters():
             rows = -(-param.shape[0] // 2) * 2
             size = rows * param[0].numel() * (2 if isinstance(local(param), Halves) else 4)
             expected += size * (2 if name.startswith("blocks") else 1)  # which are gathered again to go back through
-        found[policy, "expected"] = expected
-    return found
+        sizes[policy, "expected"] = expected
+    return sizes
 
 
 def test_o2_gathers_high_halves_alone_and_reduces_in_fp32(of_two):
-    for found in (each["sent"] for each in of_two):
+    for sizes in (rank["sent"] for rank in of_two):
         for policy in ("O0", O1):
-            assert found[policy, "allgather"] == (found[policy, "expected"], ["torch.float32"])
-        assert found[BF16, "allgather"] == (found[BF16, "expected"], ["torch.uint8"])  # beside small ones in FP32
-        assert found[BF16, "expected"] < 0.7 * found[O1, "expected"]
-        reduced = found["O0", "reducesca"]
-        assert found[O1, "reducesca"] == found[BF16, "reducesca"] == (reduced[0], ["torch.float32"])
+            assert sizes[policy, "allgather"] == (sizes[policy, "expected"], ["torch.float32"])
+        assert sizes[BF16, "allgather"] == (sizes[BF16, "expected"], ["torch.uint8"])  # beside small ones in FP32
+        assert sizes[BF16, "expected"] < 0.7 * sizes[O1, "expected"]
+        reduced = sizes["O0", "reducesca"]
+        assert sizes[O1, "reducesca"] == sizes[BF16, "reducesca"] == (reduced[0], ["torch.float32"])
 
 
 # All of them, in one launch -------------------------------------------------------------------------------

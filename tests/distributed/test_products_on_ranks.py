@@ -37,8 +37,8 @@ def session(policy=POLICY, wrap=DistributedDataParallel):
 
 
 def history(amp):
-    (found,) = amp.state_dict()["products"]["histories"].values()
-    return found.tolist()
+    (maxima,) = amp.state_dict()["products"]["histories"].values()
+    return maxima.tolist()
 
 
 def own_largest(number, rank):
@@ -77,18 +77,18 @@ def absent():
 
     if dist.get_rank():
         amp.zero_grad()
-    said = text_of(amp.step)
+    refusal = text_of(amp.step)
     amp.zero_grad()
     before = history(amp)
     backward(model, amp, 2)
     amp.step()
     amp.zero_grad()
-    return said, before, history(amp), own_largest(2, 1)
+    return refusal, before, history(amp), own_largest(2, 1)
 
 
 def sharded(level):
     """A model in parts has the histories of one whole."""
-    found = []
+    histories = []
     for wrap in [*([DistributedDataParallel] if level == "O1" else []), mezzo_sharded(level)]:
         model, amp = session(POLICY.replace("O1", level), wrap)
         for number in range(3):
@@ -96,16 +96,16 @@ def sharded(level):
             amp.step()
             amp.zero_grad()
         state = amp.state_dict()  # the root is gathered still, after a forward pass
-        found.append(history(amp))
+        histories.append(history(amp))
         with torch.no_grad(), amp.autocast():
             model(batch(9, 0))
-        found.append(history(amp))
+        histories.append(history(amp))
     amp.load_state_dict(state)
-    found.append(history(amp))
+    histories.append(history(amp))
     with torch.no_grad(), amp.autocast():
         model(batch(9, 0))
     amp.load_state_dict(state)
-    return [*found, history(amp)]
+    return [*histories, history(amp)]
 
 
 def mezzo_sharded(level):
@@ -135,8 +135,8 @@ def test_ranks_agree_on_largest_values_and_each_draws_noise_of_its_own():
         assert [roles[1:] for roles in third] == [roles[:-1] for roles in first]
         assert missed[1] == first
         assert missed[2][0][:2] == pytest.approx([missed[3], first[0][0]], rel=0.01)
-        assert all(found == whole[0] for found in whole)
-        assert all(found == low[0] for found in low)
+        assert all(values == whole[0] for values in whole)
+        assert all(values == low[0] for values in low)
         assert low[0] == [pytest.approx(roles, rel=0.02) for roles in whole[0]]
     assert results[0][1][0].startswith("DistributedError: rank 1 ended step 2")
     assert results[1][1][0].startswith("StateError: step() before backward()")

@@ -24,11 +24,11 @@ def batch():
     return torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
 
 
-def held(recorder):
+def counts_of(recorder):
     return {
-        (kind, tensor.path.replace("module.", "")): (tensor.dtype, tensor.histogram.numbers, tensor.swallowed)
-        for kind in KINDS
-        for tensor in recorder.evidence.tensors(kind)
+        (tensor_kind, tensor.path.replace("module.", "")): (tensor.dtype, tensor.histogram.numbers, tensor.swallowed)
+        for tensor_kind in KINDS
+        for tensor in recorder.evidence.tensors(tensor_kind)
     }
 
 
@@ -59,23 +59,23 @@ def recorded(how, in_session):
             finally:
                 dist.all_reduce = all_reduce
             optimizer.zero_grad()
-    return held(recorder), reduced.count(torch.int64)
+    return counts_of(recorder), reduced.count(torch.int64)
 
 
 @pytest.mark.parametrize("in_session", [False, True])
 @pytest.mark.parametrize("how", ["ddp", "fully_shard"])
 def test_counts_of_ranks_are_added_up(how, in_session):
     expected, _ = recorded("alone", in_session)
-    for found, reductions in on_ranks(2, recorded, how, in_session):
+    for counts, reductions in on_ranks(2, recorded, how, in_session):
         assert reductions == 1  # of two steps one is recorded
-        assert found.keys() == expected.keys()
+        assert counts.keys() == expected.keys()
         for key, (dtype, numbers, swallowed) in expected.items():
-            assert found[key][0] == dtype, key
-            assert sum(found[key][1][:-1]) == sum(numbers[:-1]), key
+            assert counts[key][0] == dtype, key
+            assert sum(counts[key][1][:-1]) == sum(numbers[:-1]), key
             if key[0] in ("weights", "activations"):  # gradients are sums in another order
-                assert found[key][1:] == (numbers, swallowed), key
+                assert counts[key][1:] == (numbers, swallowed), key
             elif key[0] == "updates":
-                assert found[key][2].with_gradient == swallowed.with_gradient, key
+                assert counts[key][2].with_gradient == swallowed.with_gradient, key
 
 
 def operands(wrap):
@@ -92,19 +92,19 @@ def operands(wrap):
         amp.backward(loss)
         amp.step()
     (step,) = recorder.evidence.steps
-    names = {(each.module.removeprefix("module."), each.role) for each in step.operands}
+    names = {(operand.module.removeprefix("module."), operand.role) for operand in step.operands}
     return names, {
-        (each.module.removeprefix("module."), each.role): (each.elements, each.saturated, each.flushed)
-        for each in step.operands
-        if each.role != "weight"  # which every rank quantises
+        (operand.module.removeprefix("module."), operand.role): (operand.elements, operand.saturated, operand.flushed)
+        for operand in step.operands
+        if operand.role != "weight"  # which every rank quantises
     }
 
 
 def test_what_operands_of_ranks_lose_is_added_up():
     names, expected = operands(wrap=False)
     assert expected["0", "activation"][2] > 0, (names, expected)
-    for found in on_ranks(2, operands, True):
-        assert found == (names, expected)
+    for losses in on_ranks(2, operands, True):
+        assert losses == (names, expected)
 
 
 def recorded_by_some(in_session):
@@ -123,14 +123,14 @@ def recorded_by_some(in_session):
                 recorder.step()
             optimizer.zero_grad()
     weights = torch.cat([param.detach().flatten() for param in model.parameters()])
-    return weights.tolist(), held(recorder) if records else None
+    return weights.tolist(), counts_of(recorder) if records else None
 
 
 @pytest.mark.parametrize("in_session", [False, True])
 def test_a_rank_that_records_by_itself_waits_for_nobody(in_session):
-    (weights, found), (others, _) = on_ranks(2, recorded_by_some, in_session)
+    (weights, counts), (others, _) = on_ranks(2, recorded_by_some, in_session)
     assert weights == others
-    assert sum(found["activations", "0.output"][1][:-1]) == 4 * 16  # its own half of the batch
+    assert sum(counts["activations", "0.output"][1][:-1]) == 4 * 16  # its own half of the batch
 
 
 def recorded_twins(in_session):
@@ -140,8 +140,8 @@ def recorded_twins(in_session):
         models[1][0].weight.mul_(8.0)
     models = [DistributedDataParallel(model) for model in models]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
-    amps = [MixedPrecision(*each, "O0") if in_session else None for each in zip(models, optimizers, strict=True)]
-    recorders = [Recorder(*each, every=1) for each in zip(models, optimizers, strict=True)]
+    amps = [MixedPrecision(*pair, "O0") if in_session else None for pair in zip(models, optimizers, strict=True)]
+    recorders = [Recorder(*pair, every=1) for pair in zip(models, optimizers, strict=True)]
     store, keys = dist.group.WORLD.get_group_store(), []
     x = batch().chunk(dist.get_world_size())[dist.get_rank()]
     with contextlib.ExitStack() as opened:
@@ -158,7 +158,7 @@ def recorded_twins(in_session):
                 optimizer.zero_grad()
             dist.barrier()
             keys.append(store.num_keys())
-    return [each.evidence.histogram("activations", step=1).numbers[:-1] for each in recorders], keys
+    return [recorder.evidence.histogram("activations", step=1).numbers[:-1] for recorder in recorders], keys
 
 
 @pytest.mark.parametrize("in_session", [False, True])
@@ -189,7 +189,7 @@ def recorded_until(in_session):
             recorder.step()
         optimizer.zero_grad()
     opened.close()
-    return {each.step: recorder.histogram("activations", step=each.step).total for each in recorder.evidence.steps}
+    return {step.step: recorder.histogram("activations", step=step.step).total for step in recorder.evidence.steps}
 
 
 @pytest.mark.parametrize("in_session", [False, True])

@@ -33,30 +33,30 @@ def train(model, amp, numbers):
 
 
 def all_ways(folder):
-    rank, found = dist.get_rank(), {}
+    rank, outcomes = dist.get_rank(), {}
     mezzo.save(folder / "all.pt", number=1 + 10 * rank)
     mezzo.save(folder / f"own{rank}.pt", rank=rank, each_rank=True)
     dist.barrier()
-    found["all"] = mezzo.load(folder / "all.pt")["number"]
-    found["own"] = mezzo.load(folder / f"own{rank}.pt")["rank"]
+    outcomes["all"] = mezzo.load(folder / "all.pt")["number"]
+    outcomes["own"] = mezzo.load(folder / f"own{rank}.pt")["rank"]
     model, amp = session()
     wrapper = DistributedDataParallel(model)
     with amp.no_sync():
         backward(wrapper, amp, 0)
-    found["window"] = text_of(amp.state_dict)
+    outcomes["window"] = text_of(amp.state_dict)
     amp.zero_grad()
     train(wrapper, amp, range(2))
     mezzo.save(folder / "parts.pt", model=model, amp=amp)
     dist.barrier()
     other, same = session()
     mezzo.load(folder / "parts.pt", model=other, amp=same)
-    found["parts"] = torch.equal(other.weight, model.weight), same.stats().steps
-    return found
+    outcomes["parts"] = torch.equal(other.weight, model.weight), same.stats().steps
+    return outcomes
 
 
 def test_the_first_rank_writes_and_all_read(tmp_path):
-    for rank, found in enumerate(on_ranks(2, all_ways, tmp_path)):
-        assert (found["all"], found["own"]) == (1, rank)
-        assert found["window"].startswith("StateError: ")
-        assert "accumulation window" in found["window"]
-        assert found["parts"] == (True, 2)
+    for rank, outcomes in enumerate(on_ranks(2, all_ways, tmp_path)):
+        assert (outcomes["all"], outcomes["own"]) == (1, rank)
+        assert outcomes["window"].startswith("StateError: ")
+        assert "accumulation window" in outcomes["window"]
+        assert outcomes["parts"] == (True, 2)

@@ -77,49 +77,49 @@ def same(have, want, ulps):
     """Whether two tensors are: bit for bit, or FP32 arithmetic within some units in the last place."""
     if not ulps or have.dtype in (torch.int16, torch.int64):
         return bits(have) == bits(want) or bool(ulps)
-    have, want = (local(each.detach()) for each in (have, want))
+    have, want = (local(tensor.detach()) for tensor in (have, want))
     eps = torch.finfo(have.dtype).eps
     return torch.allclose(have, want, rtol=ulps * eps, atol=ulps * 2**-23)
 
 
 def differences(sharded, whole, optimizer, other, ulps=0):
     """Name what of some sharded parameters and their state is not the shard of what it should be."""
-    found = []
+    wrong = []
     for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
         pairs = {"weight": (mine, theirs.detach().clone())}
         state, wanted = optimizer.state[mine], other.state[theirs]
         if state.keys() != wanted.keys():
-            found.append((number, sorted(state), sorted(wanted)))
+            wrong.append((number, sorted(state), sorted(wanted)))
             continue
         pairs |= {name: (state[name], wanted[name]) for name in state}
         for name, (have, want) in pairs.items():
             if isinstance(mine, DTensor) and name != "step":
                 if not isinstance(have, DTensor) or have.placements != mine.placements or have.shape != want.shape:
-                    found.append((number, name, type(have).__name__))
+                    wrong.append((number, name, type(have).__name__))
                     continue
                 want = shard(want.detach(), mine.device_mesh, mine.placements)
             if not same(have, want, ulps):
-                found.append((number, name, have, want))
-    return found
+                wrong.append((number, name, have, want))
+    return wrong
 
 
 def updates(executor, cases):
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, wrong = init_device_mesh("cpu", (dist.get_world_size(),)), []
     # torch's own kernel for the CPU rounds the last few elements of a vector otherwise than the others.
     ulps = 2 if executor == "portable" else 0
     for rule, dtype in cases:
-        kind, options = RULES[rule]
+        optimizer_class, options = RULES[rule]
         sharded, whole = params_of(mesh)
-        optimizer, other = (kind(params, **options) for params in (sharded, whole))
+        optimizer, other = (optimizer_class(params, **options) for params in (sharded, whole))
         halved([*sharded, *whole], dtype)
         for step in range(4):
-            for params, each in ((sharded, optimizer), (whole, other)):
+            for params, its_optimizer in ((sharded, optimizer), (whole, other)):
                 give_gradients(params, step, without=[1, 3] if step == 2 else ())
                 if step == 3:
-                    each.param_groups[0]["lr"] *= 0.5
-                each.step()
-        found += [(rule, dtype, *each) for each in differences(sharded, whole, optimizer, other, ulps)]
-    return found
+                    its_optimizer.param_groups[0]["lr"] *= 0.5
+                its_optimizer.step()
+        wrong += [(rule, dtype, *difference) for difference in differences(sharded, whole, optimizer, other, ulps)]
+    return wrong
 
 
 def lying_otherwise():
@@ -156,21 +156,21 @@ def only_counted_together():
 
 def edited():
     """Programs put moments where they like, whole ones and shards; a count that is set to zero is one for all ranks."""
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, wrong = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for rule, options in (("adamw", {}), ("momentum", {"nesterov": False, "dampening": 0.5}), ("lion", {})):
-        kind, known = RULES[rule]
+        optimizer_class, known = RULES[rule]
         sharded, whole = params_of(mesh)
-        optimizer, other = (kind(params, **{**known, **options}) for params in (sharded, whole))
+        optimizer, other = (optimizer_class(params, **{**known, **options}) for params in (sharded, whole))
         for step in range(5):
-            for params, each in ((sharded, optimizer), (whole, other)):
+            for params, its_optimizer in ((sharded, optimizer), (whole, other)):
                 if step == 2:
-                    edit(each, params, whole)
+                    edit(its_optimizer, params, whole)
                 if step == 3:
-                    each.state.pop(params[2])
+                    its_optimizer.state.pop(params[2])
                 give_gradients(params, step)
-                each.step()
-        found += [(rule, *each) for each in differences(sharded, whole, optimizer, other)]
-    return found
+                its_optimizer.step()
+        wrong += [(rule, *difference) for difference in differences(sharded, whole, optimizer, other)]
+    return wrong
 
 
 def edit(optimizer, params, whole):
@@ -194,9 +194,9 @@ def trained(dtype, mesh):
     optimizer, other = (optim.AdamW(params, lr=0.02) for params in (sharded, whole))
     halved([*sharded, *whole], dtype)
     for step in range(2):
-        for params, each in ((sharded, optimizer), (whole, other)):
+        for params, its_optimizer in ((sharded, optimizer), (whole, other)):
             give_gradients(params, step)
-            each.step()
+            its_optimizer.step()
     return sharded, whole, optimizer, other
 
 
@@ -207,26 +207,26 @@ def moved():
     before = [param._local_tensor for param in sharded[:-1]]
     for param in sharded[:-1]:
         param._local_tensor = param._local_tensor.to(FP32, copy=True)  # as halves again
-    kept = [each.clone() for each in before]
-    for params, each in ((sharded, optimizer), (whole, other)):
+    kept = [value.clone() for value in before]
+    for params, its_optimizer in ((sharded, optimizer), (whole, other)):
         give_gradients(params, 7)
-        each.step()
+        its_optimizer.step()
     stale = [bits(mine) != bits(copied) for mine, copied in zip(before, kept, strict=True)]
     return differences(sharded, whole, optimizer, other), any(stale)
 
 
 def in_codes():
     """Groups end where shards do: of each, codes and scales that belong together, and stand for the exact moments."""
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    mesh, wrong = init_device_mesh("cpu", (dist.get_world_size(),)), []
     for rule in ("amsgrad", "momentum"):
-        kind, options = RULES[rule]
+        optimizer_class, options = RULES[rule]
         sharded, whole = params_of(mesh)
-        optimizer, other = kind(sharded, state_dtype="int8", **options), kind(whole, **options)
+        optimizer, other = optimizer_class(sharded, state_dtype="int8", **options), optimizer_class(whole, **options)
         halved(sharded, BF16)
         for _ in range(3):
-            for params, each in ((sharded, optimizer), (whole, other)):
+            for params, its_optimizer in ((sharded, optimizer), (whole, other)):
                 give_gradients(params, 0)  # so that nothing cancels out
-                each.step()
+                its_optimizer.step()
         for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
             for name in optimizer.rule_of(optimizer.param_groups[0]).states:
                 codes, here = (optimizer.state[mine][f"{name}_{part}"] for part in ("codes", "scale"))
@@ -235,20 +235,20 @@ def in_codes():
                 exact = shard(exact, mesh, mine.placements)._local_tensor if isinstance(mine, DTensor) else exact
                 is_near = torch.allclose(decode(local(codes), here), exact, rtol=0, atol=most)
                 lies = isinstance(codes, DTensor) == isinstance(mine, DTensor) and fit(local(codes), here)
-                found += [] if is_near and lies else [(rule, number, name)]
-    return found
+                wrong += [] if is_near and lies else [(rule, number, name)]
+    return wrong
 
 
 def everything():
-    found = {"C++": updates("C++", SOME), "moved": moved(), "lying otherwise": lying_otherwise(), "edited": edited()}
+    results = {"C++": updates("C++", SOME), "moved": moved(), "lying otherwise": lying_otherwise(), "edited": edited()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(optimizer_file, "executor_for", lambda device: Portable())
-        found["portable"] = updates("portable", SOME[1:3])
-    return found | {"counted": only_counted_together(), "codes": in_codes()}
+        results["portable"] = updates("portable", SOME[1:3])
+    return results | {"counted": only_counted_together(), "codes": in_codes()}
 
 
 def test_every_shard_is_updated_as_in_one_process():
-    for found in on_ranks(2, everything):
-        assert found.pop("moved") == ([], False)
-        assert found.pop("counted") == [0, 1]
-        assert {what: wrong for what, wrong in found.items() if wrong} == {}
+    for results in on_ranks(2, everything):
+        assert results.pop("moved") == ([], False)
+        assert results.pop("counted") == [0, 1]
+        assert {what: wrong for what, wrong in results.items() if wrong} == {}

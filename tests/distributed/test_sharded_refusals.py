@@ -48,7 +48,7 @@ def test_what_cannot_be_sharded_stays_as_it_is(alone):
         with refused(error, *words, parts=[model]):
             mezzo.fully_shard(model, policy, **kwargs)
         assert not any(
-            isinstance(each, FSDPModule) for each in (model.modules() if isinstance(model, nn.Module) else ())
+            isinstance(module, FSDPModule) for module in (model.modules() if isinstance(model, nn.Module) else ())
         )
 
 

@@ -123,7 +123,7 @@ def means():
     model = mezzo.fully_shard(Rows(), policy)
     amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.0), policy)
     ours = torch.tensor([row[dist.get_rank()] for row in SENT]) * SMALLEST
-    found = []
+    gradients = []
     for passes in (1, 2):
         for number in range(passes):
             with amp.no_sync() if number < passes - 1 else contextlib.nullcontext():
@@ -131,10 +131,10 @@ def means():
                     out = model(ours.float())
                 amp.backward(out.sum() / 1024)
         amp.unscale_()
-        found.append((model.weight.grad.full_tensor().float() * 1024 / SMALLEST).flatten().tolist())
+        gradients.append((model.weight.grad.full_tensor().float() * 1024 / SMALLEST).flatten().tolist())
         amp.step()
         amp.zero_grad()
-    return found
+    return gradients
 
 
 # All of them, in one launch ---------------------------------------------------------------------------------
@@ -155,18 +155,18 @@ def of_two():
 
 
 def test_parts_are_trained_bit_for_bit_as_whole_models_are(of_two):
-    assert [found["replicas"] for found in of_two] == [[], []]
+    assert [rank["replicas"] for rank in of_two] == [[], []]
 
 
 def test_gradients_that_wait_are_not_stepped_with_and_are_cleared(of_two):
-    for found in of_two:
-        refused, differing = found["waiting"]
+    for rank in of_two:
+        refused, differing = rank["waiting"]
         assert refused.startswith("StateError: no parameter has a gradient")
         assert differing == []
 
 
 def test_gradients_are_averaged_in_fp32_and_not_rounded(of_two):
-    for once, twice in (found["means"] for found in of_two):
+    for once, twice in (rank["means"] for rank in of_two):
         assert once == [sum(row) / 2 for row in SENT]
         assert twice == [sum(row) for row in SENT]
 

@@ -44,11 +44,11 @@ def wrapped(scaler_of, clip):
 
 
 def beside_torch():
-    found = []
+    comparisons = []
     for clip in (False, True):
         mine, theirs = wrapped(GradScaler, clip), wrapped(torch.amp.GradScaler, clip)
-        found.append((all(map(torch.equal, mine[0], theirs[0])), mine[1], theirs[1]))
-    return found
+        comparisons.append((all(map(torch.equal, mine[0], theirs[0])), mine[1], theirs[1]))
+    return comparisons
 
 
 def sharded():
@@ -57,35 +57,35 @@ def sharded():
         fully_shard(layer)
     fully_shard(model)
     whole = network()
-    found = []
+    comparisons = []
     pairs = [(net, torch.optim.Adam(net.parameters(), lr=0.01)) for net in (model, whole)]
     scalers = [GradScaler("cpu", init_scale=2.0**8) for _ in pairs]
     for step in range(4):
-        for (each, optimizer), scaler in zip(pairs, scalers, strict=True):
-            loss = each(torch.sin(torch.arange(12.0) * (step + 1)).view(3, 4)).square().mean()
+        for (net, optimizer), scaler in zip(pairs, scalers, strict=True):
+            loss = net(torch.sin(torch.arange(12.0) * (step + 1)).view(3, 4)).square().mean()
             scaler.scale(loss).backward()
             if step == 1:
-                gradient = each[0].weight.grad
-                local = gradient.to_local() if each is model else gradient
-                if dist.get_rank() == 1 or each is whole:
+                gradient = net[0].weight.grad
+                local = gradient.to_local() if net is model else gradient
+                if dist.get_rank() == 1 or net is whole:
                     local[-1, 0] = torch.inf  # in the shard of one rank alone
             if step == 2:
                 scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+                nn.utils.clip_grad_norm_(net.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         full = [param.full_tensor() for param in model.parameters()]
         same = all(torch.allclose(one, other, atol=1e-6) for one, other in zip(full, whole.parameters(), strict=True))
-        found.append((same, [scaler.get_scale() for scaler in scalers], bool(scalers[0].last_step.skipped)))
-    return found
+        comparisons.append((same, [scaler.get_scale() for scaler in scalers], bool(scalers[0].last_step.skipped)))
+    return comparisons
 
 
 def unreduced():
     """Gradients that nothing reduces: one rank's overflow, one that was found and not stepped with."""
     rank, model = dist.get_rank(), network()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 2.0**8, growth_interval=3)
-    found = []
+    outcomes = []
     for step in range(7):
         loss = model(batch(step)).square().mean() * (torch.inf if step == 1 and rank == 1 else 1.0)
         before = model[0].weight.detach().clone()
@@ -97,9 +97,9 @@ def unreduced():
             scaler.step(optimizer)
         scaler.update()
         moved = not torch.equal(before, model[0].weight)
-        found.append((moved, scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+        outcomes.append((moved, scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
         optimizer.zero_grad()
-    return found
+    return outcomes
 
 
 def short():

@@ -66,8 +66,8 @@ def a_step_with(fault, guilty):
         averaged(model)
         if fault == "gradient" and is_guilty and step == 0:
             model[2].bias.grad[1] = -torch.inf
-        found = amp.step()
-        seen.append((bool(found.skipped), float(found.scale), float(found.next_scale)))
+        result = amp.step()
+        seen.append((bool(result.skipped), float(result.scale), float(result.next_scale)))
         amp.zero_grad()
     return seen, amp.stats().ranks, [param.detach().clone() for param in model.parameters()]
 
@@ -107,14 +107,14 @@ def a_refused_step(fault):
         amp.zero_grad()
     elif guilty:
         optimizer.param_groups[0]["lr"] = float("nan")
-    said = text_of(amp.step)
+    refusal = text_of(amp.step)
     same = torch.equal(model[0].weight, before)
     amp.zero_grad()
     optimizer.param_groups[0]["lr"] = 0.1
     amp.backward(loss_of(amp, model, dist.get_rank()))
     averaged(model)
     after = amp.step()
-    return said, same, (bool(after.skipped), float(after.scale)), model[0].weight.detach()
+    return refusal, same, (bool(after.skipped), float(after.scale)), model[0].weight.detach()
 
 
 class Full(torch.optim.SGD):
@@ -135,19 +135,19 @@ def steps_without_memory(guilty):
     optimizer = Full(model.parameters(), lr=0.1, momentum=0.9)
     amp = mezzo.MixedPrecision(model, optimizer, POLICY)
     saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
-    optimizer.left, said = int(dist.get_rank() in guilty), []
+    optimizer.left, refusals = int(dist.get_rank() in guilty), []
     for number in (0, 0, 1, 2):
         amp.zero_grad()
         amp.backward(loss_of(amp, model, number + dist.get_rank()))
         averaged(model)
-        said.append(text_of(amp.step))
+        refusals.append(text_of(amp.step))
     weights = [param.detach().clone() for param in model.parameters()]
     amp.zero_grad()
     for part, state in zip((model, optimizer, amp), saved, strict=True):
         part.load_state_dict(state)
     amp.backward(loss_of(amp, model, dist.get_rank()))
     averaged(model)
-    return said, weights, text_of(amp.step)
+    return refusals, weights, text_of(amp.step)
 
 
 # What it costs ----------------------------------------------------------------------------------------------
@@ -158,16 +158,16 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self.found.append((func._opname, sum(t.nbytes for t in args[0])))
+            self.calls.append((func._opname, sum(t.nbytes for t in args[0])))
         return func(*args, **(kwargs or {}))
 
 
 def collectives_of_a_step():
-    found = {}
+    calls = {}
     for wrap in (DistributedDataParallel, fully_shard):
         wrapped = wrap(model_of())
         amp = session_of(wrapped, max_grad_norm=1.0)
@@ -176,8 +176,8 @@ def collectives_of_a_step():
             with Collectives() as counted:
                 amp.step()
             amp.zero_grad()
-        found[wrap.__name__] = counted.found
-    return found
+        calls[wrap.__name__] = counted.calls
+    return calls
 
 
 # All of them, in one launch -------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def collectives_of_a_step():
 def everything():
     return {
         "faults": {
-            (kind, who): a_step_with(kind, who) for kind in ("none", "loss", "grad", "gradient") for who in (0, 1)
+            (fault, who): a_step_with(fault, who) for fault in ("none", "loss", "grad", "gradient") for who in (0, 1)
         },
         "plain": [a_plain_loop(guilty) for guilty in (0, 1)],
         "refused": {fault: a_refused_step(fault) for fault in ("no gradient", "an error")},
@@ -203,7 +203,7 @@ def of_two():
 
 
 def test_what_one_rank_sees_decides_for_all(of_two):
-    one, other = (each["faults"] for each in of_two)
+    one, other = (rank["faults"] for rank in of_two)
     high, low = 2.0**16, 2.0**15
     # A loss that is not finite leaves the scale, and so does what it was computed from: that has a scale of its own.
     after = {"none": high, "loss": high, "grad": high, "gradient": low}
@@ -218,17 +218,17 @@ def test_what_one_rank_sees_decides_for_all(of_two):
 
 
 def test_so_it_does_in_a_loop_s_own_calls(of_two):
-    for (seen, weights), (theirs, others) in zip(*(each["plain"] for each in of_two), strict=True):
+    for (seen, weights), (theirs, others) in zip(*(rank["plain"] for rank in of_two), strict=True):
         assert [skipped for skipped, _ in seen] == [False, True, False]
         assert seen == theirs
         assert all(map(torch.equal, weights, others))
 
 
 def test_a_rank_with_an_error_or_without_a_gradient_ends_the_step_of_all(of_two):
-    one, other = (each["refused"] for each in of_two)
+    one, other = (rank["refused"] for rank in of_two)
     for fault, mine in (("no gradient", "StateError: "), ("an error", "")):
-        said, same, after, weight = one[fault]
-        assert said.startswith("DistributedError: rank 1 ended step 1 with an error, or had no gradient left"), said
+        text, same, after, weight = one[fault]
+        assert text.startswith("DistributedError: rank 1 ended step 1 with an error, or had no gradient left"), text
         assert other[fault][0].startswith(mine), other[fault][0]
         assert "DistributedError" not in other[fault][0]
         assert same
@@ -238,8 +238,8 @@ def test_a_rank_with_an_error_or_without_a_gradient_ends_the_step_of_all(of_two)
 
 
 def test_where_all_ranks_have_run_out_of_memory_alike_training_goes_on_and_where_one_has_it_ends(of_two):
-    for rank, each in enumerate(of_two):
-        (none, *_), (both, weights, _), (one, _, mended) = each["memory"].values()
+    for rank, results in enumerate(of_two):
+        (none, *_), (both, weights, _), (one, _, mended) = results["memory"].values()
         assert none == [""] * 4
         assert both == ["OutOfMemoryError: CUDA out of memory", "", "", ""]
         assert all(map(torch.equal, weights, of_two[0]["memory"][0, 1][1]))
@@ -249,10 +249,10 @@ def test_where_all_ranks_have_run_out_of_memory_alike_training_goes_on_and_where
 
 
 def test_a_step_exchanges_a_few_numbers_once_and_twice_where_parameters_are_sharded(of_two):
-    for each in of_two:
-        ((name, size),) = each["collectives"]["DistributedDataParallel"]
+    for rank in of_two:
+        ((name, size),) = rank["collectives"]["DistributedDataParallel"]
         assert (name, size <= 64) == ("allreduce_", True)
-        (norms, size), (name, least) = each["collectives"]["fully_shard"]
+        (norms, size), (name, least) = rank["collectives"]["fully_shard"]
         assert (norms, size, name, least <= 64) == ("allreduce_", 8 * 4, "allreduce_", True)  # a float64 a parameter
 
 
@@ -308,8 +308,8 @@ class Net(nn.Module):
 def faults_of(seed, wrap, steps):
     """Return by step which fault comes, and on which rank: each of them once."""
     draw = random.Random(seed)
-    kinds = [kind for kind in SKIPS if (kind, wrap) != ("own", "fsdp2")]  # there all ranks gather and reduce together
-    return dict(zip(draw.sample(range(steps), len(kinds)), [(kind, draw.randrange(2)) for kind in kinds], strict=True))
+    kinds = [skip for skip in SKIPS if (skip, wrap) != ("own", "fsdp2")]  # there all ranks gather and reduce together
+    return dict(zip(draw.sample(range(steps), len(kinds)), [(skip, draw.randrange(2)) for skip in kinds], strict=True))
 
 
 def expected_trace(faults, steps):
@@ -336,16 +336,16 @@ def trained(wrap, optimizer, seed, steps):
     amp = mezzo.MixedPrecision(model, OPTIMIZERS[optimizer](model.parameters()), SCALED, max_grad_norm=1.0)
     torch.manual_seed(rank)
     for step in range(steps):
-        kind, guilty = faults.get(step, (None, None))
-        fault = kind if rank == guilty else None
-        if step % 4 == 3 or kind == "first micro-batch":
+        planned, guilty = faults.get(step, (None, None))
+        fault = planned if rank == guilty else None
+        if step % 4 == 3 or planned == "first micro-batch":
             with amp.no_sync():
                 amp.backward(faulty_loss(amp, model, "backward" if fault == "first micro-batch" else None))
         amp.backward(faulty_loss(amp, model, fault))
         if fault == "gradient":
             local(net.last.bias.grad)[0] = torch.inf
-        found = amp.step()
-        trace.append((bool(found.skipped), float(found.scale)))
+        result = amp.step()
+        trace.append((bool(result.skipped), float(result.scale)))
         amp.zero_grad()
     return trace, [param.detach().clone() for param in map(local, net.parameters())]
 
@@ -370,7 +370,7 @@ def randomly_faulty():
 
 
 def test_random_faults_of_single_ranks_leave_one_trace(of_two):
-    one, other = (found["random"] for found in of_two)
+    one, other = (rank["random"] for rank in of_two)
     for case, (trace, weights), (theirs, their_weights) in zip(CASES, one, other, strict=True):
         wrap, _, seed = case
         assert trace == theirs, case

@@ -36,8 +36,8 @@ class Net(nn.Module):
 
 
 def paths(model, wrap):
-    found = wrapped(model, wrap)
-    return {path for path, module in model.named_modules() if module in found}
+    modules = wrapped(model, wrap)
+    return {path for path, module in model.named_modules() if module in modules}
 
 
 def plan(model, policy, wrap):

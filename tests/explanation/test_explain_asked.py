@@ -20,8 +20,8 @@ def policy(level, dtype, *rules):
     return ",".join([f"{level},dtype={dtype},emulate=true", *rules])
 
 
-def findings_of(kind, model, *inputs, policy, loss=None):
-    return [finding for finding in explain(model, *inputs, policy=policy, loss=loss).findings if finding.kind == kind]
+def findings_of(wanted, model, *inputs, policy, loss=None):
+    return [finding for finding in explain(model, *inputs, policy=policy, loss=loss).findings if finding.kind == wanted]
 
 
 def num_changed(values, dtype):

@@ -25,8 +25,8 @@ def explained(policy, model=None, x=None):
     return explain(model or Model(), torch.randn(8, 8) if x is None else x, policy)
 
 
-def findings_of(explanation, kind):
-    return {finding.where: finding.text for finding in explanation.findings if finding.kind == kind}
+def findings_of(explanation, wanted):
+    return {finding.where: finding.text for finding in explanation.findings if finding.kind == wanted}
 
 
 # Decisions ------------------------------------------------------------------------------------------

@@ -231,7 +231,7 @@ def test_what_a_kernel_returns_is_said_where_the_policy_has_another_dtype(monkey
         left, right = (factor.wide() if dim else factor.wide().mT for factor, dim in zip((a, b), dims, strict=True))
         return (left @ right.mT + (0 if bias is None else bias.float())).to(output)
 
-    monkeypatch.setattr(recipes, "support_on", lambda kind, left, right, dtype: Support("", torch.bfloat16))
+    monkeypatch.setattr(recipes, "support_on", lambda recipe, left, right, dtype: Support("", torch.bfloat16))
     monkeypatch.setattr(linear, "scaled_mm", emulated)
     reason = "float16 is rounded from bfloat16, which the device's kernel returns"
     cases = (("float16", "auto", True), ("bfloat16", "auto", False), ("float16", "true", False))

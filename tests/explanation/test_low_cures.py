@@ -44,7 +44,7 @@ class Bank(nn.Module):
         return x @ self.cosines.T
 
 
-def found(program, x, policy):
+def asked_findings(program, x, policy):
     explanation = mezzo.explain(Program(program), x, policy=policy, loss=lambda output: output.float().sum())
     return [finding for finding in explanation.findings if finding.kind in ASKED]
 
@@ -161,9 +161,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_finding_says_to_write_cures_it(case):
-    kind, program, x, rewritten = CASES[case]
-    (finding,) = found(program, x, BF16)
-    assert finding.kind == kind
+    wanted, program, x, rewritten = CASES[case]
+    (finding,) = asked_findings(program, x, BF16)
+    assert finding.kind == wanted
     right = rewritten or program
     before = error(program, x, BF16, right)
     cures = [] if rewritten is None else [(rewritten, BF16)]
@@ -175,7 +175,7 @@ def test_what_a_finding_says_to_write_cures_it(case):
         cures.append((program, ruled))
     assert cures
     for cured, policy in cures:
-        assert found(cured, x, policy) == []
+        assert asked_findings(cured, x, policy) == []
         assert error(cured, x, policy, right) < before / 8
 
 
@@ -185,13 +185,13 @@ def test_codes_of_a_layer_and_of_the_model_itself_need_both_cures():
             model.one(x) * 0 + ((model.one(x) + linear(x, model.two.weight)).sigmoid() * 1000).long()
         )
 
-    (finding,) = found(run(functional.linear), X, BF16)
+    (finding,) = asked_findings(run(functional.linear), X, BF16)
     words, rule = "a function under @mezzo.fp32 for this linear", "fp32_module=one"
     assert finding.text.endswith(f'write {words}, and policy.keep_fp32(modules=["one"]), the text {rule}')
     cured = run(lambda x, weight: in_fp32(functional.linear, x, weight))
-    assert found(run(functional.linear), X, f"{BF16},{rule}") != []
-    assert found(cured, X, BF16) != []
-    assert found(cured, X, f"{BF16},{rule}") == []
+    assert asked_findings(run(functional.linear), X, f"{BF16},{rule}") != []
+    assert asked_findings(cured, X, BF16) != []
+    assert asked_findings(cured, X, f"{BF16},{rule}") == []
 
 
 class Squares(nn.Module):

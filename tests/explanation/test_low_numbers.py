@@ -15,7 +15,7 @@ ASKED = {"sum by hand", "positions", "basis", "criterion", "forward derivative",
 EXACT = {"bfloat16": 2**8, "float16": 2**11}
 
 
-def found(model, *inputs, policy=BF16, loss=None):
+def findings(model, *inputs, policy=BF16, loss=None):
     explanation = mezzo.explain(model, *inputs, policy=policy, loss=loss)
     return [finding for finding in explanation.findings if finding.kind in ASKED]
 
@@ -63,7 +63,7 @@ class Subtracts(Linear):
 
 def test_a_sum_by_hand_is_named_with_what_it_should_have_come_to():
     model = Sums(800)
-    (finding,) = found(model, X)
+    (finding,) = findings(model, X)
     assert (finding.kind, finding.where) == ("sum by hand", f"(model) add_ {line_of(model, 3)}")
     came, should = map(float, re.search(r"come to (\S+) for (\S+),", finding.text).groups())
     exact = 800 * model.lin(X).double().abs().mean().item()
@@ -72,20 +72,20 @@ def test_a_sum_by_hand_is_named_with_what_it_should_have_come_to():
     assert 'of FP32\'s 24 bits lost: write the sum in FP32, total = total + term.float(), or policy.fp32("mean"), ' in (
         finding.text
     )
-    assert found(model, X, policy=f"{BF16},fp32=mean") == []
+    assert findings(model, X, policy=f"{BF16},fp32=mean") == []
 
 
 def test_a_sum_whose_terms_are_subtracted_from_many_numbers():
-    (finding,) = found(Subtracts(), X)
+    (finding,) = findings(Subtracts(), X)
     assert finding.kind == "sum by hand"
     came, should = map(float, re.search(r"come to (\S+) for (\S+),", finding.text).groups())
     assert should < came < 0
 
 
 def test_sums_in_fp32_short_ones_and_residual_streams_are_none():
-    assert found(Sums(800, lambda: torch.zeros(())), X) == []
-    assert found(Sums(40), X) == []
-    assert found(Sums(500), X, policy=FP16) == []
+    assert findings(Sums(800, lambda: torch.zeros(())), X) == []
+    assert findings(Sums(40), X) == []
+    assert findings(Sums(500), X, policy=FP16) == []
 
 
 class Residual(Linear):
@@ -134,12 +134,12 @@ def masked(dtype):
     ],
 )
 def test_positions_are_counted(make):
-    (finding,) = found(Places(make), X)
+    (finding,) = findings(Places(make), X)
     different, all_of_them = (make(dtype).unique().numel() for dtype in (torch.bfloat16, torch.float64))
     assert finding.kind == "positions"
     assert f"{different:,} of {all_of_them:,} positions are different in BF16" in finding.text
     assert "in FP32, and no cast of positions" in finding.text
-    assert found(Places(make), X, policy=FP16) == []
+    assert findings(Places(make), X, policy=FP16) == []
 
 
 def test_positions_that_the_format_holds_are_none():
@@ -150,7 +150,7 @@ def test_positions_that_the_format_holds_are_none():
         lambda dtype: (torch.arange(100, dtype=dtype) + 0.5) * 8,
         lambda dtype: torch.arange(512) / 512,
     ):
-        assert found(Places(make), X) == []
+        assert findings(Places(make), X) == []
 
 
 # Filter banks -------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def tones():
 def test_a_filter_bank_is_told_by_its_quiet_bins(right, policy, dtype):
     torch.manual_seed(0)
     x = tones()
-    (finding,) = found(Features(COSINES, right), x, policy=policy)
+    (finding,) = findings(Features(COSINES, right), x, policy=policy)
     assert (finding.kind, finding.where) == ("basis", f"bank matmul {line_of(Bank(COSINES), 1)}")
     exact = x.double() @ COSINES.double().T
     wrong = x.to(dtype).double() @ COSINES.to(dtype).double().T
@@ -202,7 +202,7 @@ def test_a_filter_bank_is_told_by_its_quiet_bins(right, policy, dtype):
     quiet = int(re.search(r"(\d+) of 129 results", finding.text)[1])
     assert abs(quiet - int((ratios < 30).sum())) <= 3
     assert finding.text.endswith('write policy.keep_fp32(modules=["bank"]), the text fp32_module=bank')
-    assert found(Features(COSINES, right), x, policy=f"{policy},fp32_module=bank") == []
+    assert findings(Features(COSINES, right), x, policy=f"{policy},fp32_module=bank") == []
 
 
 class Projects(nn.Module):
@@ -248,13 +248,13 @@ class WithLoss(Linear):
 
 def test_a_loss_of_low_outputs_is_measured():
     line = f"({__file__}:{squares.__code__.co_firstlineno + 1})"
-    (finding,) = found(nn.Linear(16, 16), X, loss=squares)
+    (finding,) = findings(nn.Linear(16, 16), X, loss=squares)
     assert (finding.kind, finding.where) == ("criterion", f"(loss) sub {line}")
     assert 'write criterion(output.float(), target), or policy.fp32("sub"), the text fp32=sub' in finding.text
-    (finding,) = found(WithLoss(), X)
+    (finding,) = findings(WithLoss(), X)
     assert (finding.kind, finding.where) == ("criterion", f"criterion sub {line}")
-    assert found(WithLoss(), X, policy=f"{BF16},fp32=sub") == []
-    assert found(nn.Linear(16, 16), X, loss=lambda output: squares(output.float())) == []
+    assert findings(WithLoss(), X, policy=f"{BF16},fp32=sub") == []
+    assert findings(nn.Linear(16, 16), X, loss=lambda output: squares(output.float())) == []
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_loss_of_low_outputs_is_measured():
     ],
 )
 def test_losses_that_the_policy_computes_in_fp32_are_none(loss):
-    assert found(nn.Linear(16, 16), X, loss=loss) == []
+    assert findings(nn.Linear(16, 16), X, loss=loss) == []
 
 
 # Derivatives --------------------------------------------------------------------------------------------
@@ -295,23 +295,23 @@ class Slopes(Linear):
 
 def test_derivatives_in_the_forward_pass():
     x = X.clone().requires_grad_()
-    (finding,) = found(Penalty(), x)
+    (finding,) = findings(Penalty(), x)
     assert (finding.kind, finding.where) == ("forward derivative", f"lin linear {line_of(Penalty(), 2)}")
     assert finding.text.endswith('write policy.keep_fp32(modules=["lin"]), the text fp32_module=lin')
-    assert found(Penalty("O0"), x) == []
-    assert found(Penalty(f"{BF16},fp32_module=lin"), x, policy=f"{BF16},fp32_module=lin") == []
+    assert findings(Penalty("O0"), x) == []
+    assert findings(Penalty(f"{BF16},fp32_module=lin"), x, policy=f"{BF16},fp32_module=lin") == []
 
 
 def test_differences_of_neighbours():
     model = Slopes(1e-3)
-    (finding,) = found(model, X)
+    (finding,) = findings(model, X)
     low = [tensor.bfloat16().float() for tensor in (X * 1e-3, model.lin.weight, model.lin.bias)]
     y = functional.linear(*low).bfloat16()
     share = y[1:].double().abs().sum() / (y[1:] - y[:-1]).double().abs().sum()
     assert (finding.kind, finding.where) == ("forward derivative", f"(model) sub {line_of(model, 2)}")
     assert float(re.search(r"are 1/(\S+) of", finding.text)[1]) == pytest.approx(share.item(), rel=0.01)
-    assert found(model, X, policy=f"{BF16},fp32_module=lin") == []
-    assert found(Slopes(1.0), X) == []
+    assert findings(model, X, policy=f"{BF16},fp32_module=lin") == []
+    assert findings(Slopes(1.0), X) == []
 
 
 # Codes and indices --------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class Bins(Linear):
 def test_codes_of_low_numbers():
     digits = torch.randint(0, 8, (1000, 4), generator=torch.Generator().manual_seed(0)).float()
     digits[0] = 7.0
-    (finding,) = found(Codes(), digits)
+    (finding,) = findings(Codes(), digits)
     assert (finding.kind, finding.where) == ("codes", f"(model) long {line_of(Codes(), 3)}")
     assert "integers up to 4,096 are read off numbers in BF16, which holds all up to 256 only, 4 of " in finding.text
     assert finding.text.endswith(
@@ -349,7 +349,7 @@ def test_codes_of_low_numbers():
 
 
 def test_few_bins_and_what_is_an_integer_before():
-    assert found(Bins(8), X) == []
+    assert findings(Bins(8), X) == []
 
 
 # Right programs -----------------------------------------------------------------------------------------
@@ -395,4 +395,4 @@ RIGHT = {
 def test_right_programs(name):
     build, x = RIGHT[name]
     for policy in (BF16, FP16, BF16.replace("O1", "O2")):
-        assert found(build(), x, policy=policy) == []
+        assert findings(build(), x, policy=policy) == []

@@ -37,8 +37,8 @@ def library(folder: Path, *sources: str) -> Path:
     import torch
 
     files = [HERE / name for name in sources]
-    told = b"".join(file.read_bytes() for file in files) + f"{torch.__version__} {torch.__file__}".encode()
-    made = folder / f"fake_cuda-{hashlib.sha256(told).hexdigest()[:16]}.so"
+    contents = b"".join(file.read_bytes() for file in files) + f"{torch.__version__} {torch.__file__}".encode()
+    made = folder / f"fake_cuda-{hashlib.sha256(contents).hexdigest()[:16]}.so"
     if made.exists():
         return made
     folder.mkdir(parents=True, exist_ok=True)

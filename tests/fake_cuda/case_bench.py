@@ -60,10 +60,10 @@ def measured(machine, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_steps_are_timed_by_events_and_their_kernels_listed(measured, dtype):
-    found = measured(f"step-{dtype}")
-    assert found["device"] == "cuda"
-    assert all(row["step_ms"] == 1.0 and row["ahead"] for row in found["rows"])
-    split, moments, codes = found["kernels"]
+    results = measured(f"step-{dtype}")
+    assert results["device"] == "cuda"
+    assert all(row["step_ms"] == 1.0 and row["ahead"] for row in results["rows"])
+    split, moments, codes = results["kernels"]
     assert split["large_us"] == {"squares": 100.0, "roots": 100.0, "adamw_split": 100.0, "adamw_plain": 100.0}
     assert 0 < split["small"] < 80
     assert split["small_us"] == 2 * split["small"]
@@ -89,6 +89,6 @@ def test_the_doctor_s_steps_run_and_read_nothing(machine, dtype):
         reads.append(record.reads)
         return 1.0
 
-    found = checkup.speeds(torch.device("cuda"), dtype, widths=(8,), repetitions=1, clock=clock)
-    assert found == {8: checkup.Speed(median=1.0, p10=1.0, p90=1.0)}
+    speeds = checkup.speeds(torch.device("cuda"), dtype, widths=(8,), repetitions=1, clock=clock)
+    assert speeds == {8: checkup.Speed(median=1.0, p10=1.0, p90=1.0)}
     assert reads[-2:] == [[], []]

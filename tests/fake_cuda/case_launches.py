@@ -42,7 +42,7 @@ def one_step(machine, trained):
 @pytest.mark.parametrize("policy, optimizer, way", LAUNCHES, ids=map(" / ".join, LAUNCHES))
 def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, optimizer, way):
     trained = [Trained(policy, optimizer, way, layers=layers) for layers in (1, 3)]
-    few, many = (one_step(machine, each) for each in trained)
+    few, many = (one_step(machine, loop) for loop in trained)
     mine, small = LAUNCHES[policy, optimizer, way]
     assert few.triton == many.triton == mine
     assert few.small == many.small
@@ -51,7 +51,7 @@ def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, 
     if optimizer != "fused AdamW" and way == "plain":  # gradients that moved are uploaded once for both passes
         assert len(many.uploads) <= (1 if "adamw_split" not in mine else 3)  # in halves and plain: a table for each
         assert not [
-            each for each in many.pinned if "executors/triton.py" not in each and "session/stats.py" not in each
+            line for line in many.pinned if "executors/triton.py" not in line and "session/stats.py" not in line
         ]
     if optimizer == "moments":
         moments = [state[name] for state in trained[0].optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
@@ -93,18 +93,18 @@ def unknown(monkeypatch):
 
 @pytest.mark.usefixtures("unknown")
 def test_kernels_are_compiled_before_anything_is_written_and_once(machine, monkeypatch):
-    found = []
+    kernels = []
     monkeypatch.setattr(
         triton.knobs.runtime,
         "jit_cache_hook",
-        lambda *, fn, is_manual_warmup, **_: found.append((fn.name.rpartition(".")[2], is_manual_warmup)),
+        lambda *, fn, is_manual_warmup, **_: kernels.append((fn.name.rpartition(".")[2], is_manual_warmup)),
     )
     trained = Trained("O2 fp16", "AdamW")
     for _ in range(FIRST):
         trained.step()
-    names = [name for name, is_early in found if is_early]
+    names = [name for name, is_early in kernels if is_early]
     assert {"adamw_split", "adamw_plain", "numbers_of_step"} <= set(names)
-    late = {name for name, is_early in found if not is_early}
+    late = {name for name, is_early in kernels if not is_early}
     assert late <= {"squares", "roots", "largest", "quantise"}  # those of pass 1 are launched before pass 2
     assert len(names) == len(set(names))
 
@@ -122,10 +122,12 @@ def test_what_a_release_of_triton_does_not_compile_goes_by_torch_s_operations(ma
     with machine.watched() as record:
         trained.step()
     assert not {"adamw_split", "adamw_plain", "numbers_of_step"} & set(record.triton)
-    said = [each.getMessage() for each in caplog.records if "optimizer steps go on by torch's own" in each.getMessage()]
-    assert len(said) == 3  # of three kernels
+    messages = [
+        entry.getMessage() for entry in caplog.records if "optimizer steps go on by torch's own" in entry.getMessage()
+    ]
+    assert len(messages) == 3  # of three kernels
     for text, (kernel, word) in zip(
-        sorted(said), (*[("adamw_", "root_of")] * 2, ("numbers_of_step", "power_of")), strict=True
+        sorted(messages), (*[("adamw_", "root_of")] * 2, ("numbers_of_step", "power_of")), strict=True
     ):
         assert f"since Triton {triton.__version__} cannot compile {kernel}" in text
         assert word in text
@@ -141,9 +143,9 @@ def test_shared_numbers_that_triton_does_not_compile_go_by_torch_s_operations(ma
     with machine.watched() as record:
         trained.step()
     assert record.triton == ["squares", "roots", "adamw_plain"]
-    (said,) = [each.getMessage() for each in caplog.records if "cannot compile" in each.getMessage()]
-    assert f"since Triton {triton.__version__} cannot compile numbers_of_step" in said
-    assert "power_of" in said
+    (message,) = [entry.getMessage() for entry in caplog.records if "cannot compile" in entry.getMessage()]
+    assert f"since Triton {triton.__version__} cannot compile numbers_of_step" in message
+    assert "power_of" in message
 
 
 @pytest.mark.parametrize("policy, optimizer", [("O1 fp16", "AdamW"), ("O2 fp16", "Lion")])
@@ -169,7 +171,7 @@ def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_i
     assert replayed.kernels.count("replay") == 3
     assert len(replayed.kernels) <= 3 * 5  # the batch's copy, hyper-parameters that moved
     assert replayed.reads == replayed.uploads == []
-    assert len(replayed.pinned) == len([each for each in replayed.pinned if " at session/stats.py" in each]) == 3
+    assert len(replayed.pinned) == len([line for line in replayed.pinned if " at session/stats.py" in line]) == 3
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW"])

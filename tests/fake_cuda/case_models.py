@@ -116,18 +116,18 @@ def test_without_a_predicate_the_host_asks_once_a_step_and_for_nothing_else(mach
 
 @pytest.mark.parametrize("make", [mezzo.optim.AdamW, FUSED])
 def test_a_session_goes_on_after_its_state_was_loaded(make):
-    def told(host):  # an account: neither skipped nor failed, and a scale of one
+    def account(host):  # an account: neither skipped nor failed, and a scale of one
         host.fill_(host.is_floating_point())
         if host.dim():
             host[:2] = 0
 
-    with Machine(told) as machine:
+    with Machine(account) as machine:
         loop = Loop("O2,dtype=float16", plain, lambda model: make(model.parameters()))
         loop.step()
-        states = [each.state_dict() for each in (loop.model, loop.optimizer, loop.amp)]
+        states = [part.state_dict() for part in (loop.model, loop.optimizer, loop.amp)]
         loop.step()
-        for each, state in zip((loop.model, loop.optimizer, loop.amp), states, strict=True):
-            each.load_state_dict(state)
+        for part, state in zip((loop.model, loop.optimizer, loop.amp), states, strict=True):
+            part.load_state_dict(state)
         loop.step()
         assert loop.amp.stats().steps == 2
         assert loop.steady(machine).reads == []
@@ -172,6 +172,6 @@ def test_products_and_casts_are_those_of_a_cpu(machine, monkeypatch):
     assert there.devices == ("cuda",)
     assert there.products == here.products
     # A tensor of this device asks for its device as a kernel would, before autocast has cast it; a real one does not.
-    assert [each for each in there.findings if "prim::device" not in each.text] == list(here.findings)
+    assert [finding for finding in there.findings if "prim::device" not in finding.text] == list(here.findings)
     for phase in ("forward", "backward"):
         assert there.cast_bytes(phase=phase) == here.cast_bytes(phase=phase)

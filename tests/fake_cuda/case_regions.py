@@ -15,20 +15,22 @@ from mezzo.cast.device import decide
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
     """Device types that were probed; where a fork protects this process, it is the CPU's report that asks for it."""
-    found = []
+    device_types = []
     plain = decide.probe
-    monkeypatch.setattr(decide, "probe", lambda kind="cpu", **kw: found.append(kind) or plain(kind, **kw))
+    monkeypatch.setattr(
+        decide, "probe", lambda device_type="cpu", **kw: device_types.append(device_type) or plain(device_type, **kw)
+    )
     differences._find.cache_clear()  # or an earlier test has asked
-    return found
+    return device_types
 
 
-def model_on(kind):
-    with torch.device(kind):
+def model_on(device_type):
+    with torch.device(device_type):
         return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2))
 
 
-def session(policy, kind="cuda"):
-    model = model_on(kind)
+def session(policy, device_type="cuda"):
+    model = model_on(device_type)
     return model, mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
 
 

@@ -123,6 +123,6 @@ def test_products_below_sixteen_bits_read_nothing_either(machine, rules, emulate
         for _ in range(STEADY):
             step()
     assert record.reads == []
-    assert [each for each in record.uploads if "step/executors" not in each] == [], (
+    assert [upload for upload in record.uploads if "step/executors" not in upload] == [], (
         "the optimizer's table alone goes there"
     )

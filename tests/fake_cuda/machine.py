@@ -143,7 +143,7 @@ def _plug_in_triton(capability: int) -> None:
             self.name = metadata.name
 
         def __call__(self, *_: Any) -> None:
-            _log("kernels", f"triton.{self.name}", place=False)
+            _log("kernels", f"triton.{self.name}", with_line=False)
 
     utils = types.SimpleNamespace(
         load_binary=lambda *_: (1, 2, 64, 0, 1024),
@@ -158,7 +158,7 @@ def _plug_in_triton(capability: int) -> None:
             set_current_device=lambda _: None,
             get_current_stream=lambda _: 0,
             get_device_interface=lambda: torch.cuda,
-            map_python_to_cpp_type=lambda kind: kind,
+            map_python_to_cpp_type=lambda python_type: python_type,
         )
     )
 
@@ -167,21 +167,21 @@ _records: list[Record] = []
 _capturing = [False]
 
 
-def _log(kind: str, what: str, *, place: bool = True) -> None:
+def _log(log: str, what: str, *, with_line: bool = True) -> None:
     if _records:
-        getattr(_records[-1], kind).append(f"{what} at {_line()}" if place else what)
+        getattr(_records[-1], log).append(f"{what} at {_line()}" if with_line else what)
 
 
 def _line() -> str:
     """The innermost line of mezzo's, or else of whoever called."""
-    found, frame = "", inspect.currentframe()
+    line, frame = "", inspect.currentframe()
     while frame is not None:
         name, is_mezzos = _file(frame.f_code.co_filename)
         if is_mezzos:
             return f"{name}:{frame.f_lineno}"
-        found = found or (f"{name}:{frame.f_lineno}" if name else "")
+        line = line or (f"{name}:{frame.f_lineno}" if name else "")
         frame = frame.f_back
-    return found
+    return line
 
 
 @functools.cache
@@ -196,17 +196,17 @@ class Machine:
     """Where tensors may be on the device, and what was asked of it since :meth:`watched` began.
 
     Args:
-        told: Fills tensors in host memory that are copied from the device, whose values it has not: zeros.
+        fill: Fills tensors in host memory that are copied from the device, whose values it has not: zeros.
     """
 
-    def __init__(self, told: Callable[[Any], object] = lambda host: host.zero_()) -> None:
-        self.told = told
+    def __init__(self, fill: Callable[[Any], object] = lambda host: host.zero_()) -> None:
+        self.fill = fill
 
     def __enter__(self) -> Machine:
         import torch
 
         self._mode = _mode()
-        self._mode.told = self.told
+        self._mode.fill = self.fill
         self._mode.__enter__()
         torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(…, device="cuda") goes past every mode
         return self
@@ -255,7 +255,7 @@ class Graph:
             return run()
 
     def replay(self) -> None:
-        _log("kernels", "replay", place=False)
+        _log("kernels", "replay", with_line=False)
 
 
 @functools.cache
@@ -287,15 +287,15 @@ def _mode() -> Any:
             self.fake = FakeTensorMode(allow_non_fake_inputs=True)
             #: What operations make of what they are given: a FakeTensorMode takes a millisecond for some.
             self.known: dict[Any, Any] = {}
-            self.told: Callable[[Any], object] = Tensor.zero_
+            self.fill: Callable[[Any], object] = Tensor.zero_
 
         def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs, packet = dict(kwargs or {}), func.overloadpacket
             if packet is torch.ops.prim.device:
                 return args[0].device
             leaves = []  # arguments are lists of tensors at most
-            for each in (*args, *kwargs.values()):
-                leaves += each if isinstance(each, list | tuple) else [each]
+            for argument in (*args, *kwargs.values()):
+                leaves += argument if isinstance(argument, list | tuple) else [argument]
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             wanted = kwargs.get("device")
             mine = [isinstance(leaf, FakeTensor) and leaf.fake_mode is self.fake for leaf in given]
@@ -335,12 +335,12 @@ def _mode() -> Any:
                 blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
                 self.moves(given[1], given[0].device.type, not blocking)
                 if given[0].device.type == "cpu":
-                    self.told(given[0])
+                    self.fill(given[0])
                 return given[0]
             elif packet in allocating:
                 _log("allocations", str(packet))
             elif func.namespace == "aten" and packet not in nothing and not func.is_view:
-                _log("kernels", str(packet), place=False)
+                _log("kernels", str(packet), with_line=False)
             if str(packet).startswith("aten._fused_") and str(packet).endswith("_"):
                 return (
                     None  # torch's fused optimizers: some have no meta function, SGD's asks for buffers yet to be made
@@ -349,9 +349,9 @@ def _mode() -> Any:
 
         def read(self, shape: Any, dtype: Any) -> Tensor:
             """Return what the host finds on the device."""
-            found = torch.zeros(shape, dtype=dtype)
-            self.told(found)
-            return found
+            numbers = torch.zeros(shape, dtype=dtype)
+            self.fill(numbers)
+            return numbers
 
         def shaped(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], quickly: bool) -> Any:
             """Run an operation on shapes alone: as one like it went before, or as a FakeTensorMode does it."""
@@ -359,26 +359,26 @@ def _mode() -> Any:
                 with in_kernel_invocation_manager(self.fake):
                     seen = func(*args, **kwargs)
                 if isinstance(seen, list | tuple):
-                    return [FakeTensor(self.fake, each, torch.device("cuda", 0)) for each in seen]
+                    return [FakeTensor(self.fake, meta, torch.device("cuda", 0)) for meta in seen]
                 return FakeTensor(self.fake, seen, torch.device("cuda", 0))
             if not quickly or func.is_view or func.overloadpacket in nothing:
                 with self.fake:
                     return func(*args, **kwargs)
-            lengths = tuple([len(each) if isinstance(each, list | tuple) else -1 for each in args])
+            lengths = tuple([len(argument) if isinstance(argument, list | tuple) else -1 for argument in args])
             like = (func, lengths, *kwargs, *map(_described, leaves))
             if like not in self.known:
                 with self.fake:
-                    found = func(*args, **kwargs)
-                parts = found if isinstance(found, list | tuple) else [found]
+                    result = func(*args, **kwargs)
+                parts = result if isinstance(result, list | tuple) else [result]
                 if any(part is not None and not isinstance(part, Tensor) for part in parts):
-                    return found
-                self.known[like] = type(found), [_made(part, leaves) for part in parts]
-                return found
-            kind, made = self.known[like]
+                    return result
+                self.known[like] = type(result), [_made(part, leaves) for part in parts]
+                return result
+            container, made = self.known[like]
             parts = [
                 self.fresh(*how) if isinstance(how, tuple) else how if how is None else leaves[how] for how in made
             ]
-            return kind(parts) if kind in (list, tuple) else parts[0]
+            return container(parts) if container in (list, tuple) else parts[0]
 
         def fresh(self, shape: Any, stride: Any, dtype: Any) -> Any:
             elem = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -386,9 +386,9 @@ def _mode() -> Any:
 
         def moves(self, source: Tensor, target: str, freely: bool) -> None:
             """Write down a copy between host and device; pageable memory that is freed meanwhile is torch's care."""
-            kind = "uploads" if target == "cuda" else "downloads"
+            direction = "uploads" if target == "cuda" else "downloads"
             what = f"{source.nbytes} bytes to {target}"
-            _log(kind, what)
+            _log(direction, what)
             if not freely:
                 _log("reads", what)
 
@@ -405,5 +405,5 @@ def _made(result: Any, given: list[Any]) -> Any:
     """How to make a result again: one of what was given, by place, or a new tensor; or nothing."""
     if result is None:
         return None
-    place = next((place for place, leaf in enumerate(given) if leaf is result), None)
-    return (result.shape, result.stride(), result.dtype) if place is None else place
+    position = next((position for position, leaf in enumerate(given) if leaf is result), None)
+    return (result.shape, result.stride(), result.dtype) if position is None else position

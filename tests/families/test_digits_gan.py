@@ -42,11 +42,11 @@ def test_the_penalty_reaches_every_weight_of_the_critic_that_shapes_its_gradient
     images = torch.randn(4, 1, 16, 16, dtype=torch.float64)
     weight = critic.layers[2].weight
     script.gradient_penalty(critic, images).backward()
-    place, step = (5, 3, 1, 2), 1e-5
+    index, step = (5, 3, 1, 2), 1e-5
     nearby = []
     for moved in (step, -2 * step):
         with torch.no_grad():
-            weight[place] += moved
+            weight[index] += moved
         nearby.append(script.gradient_penalty(critic, images).item())
     slope = (nearby[0] - nearby[1]) / (2 * step)
-    assert weight.grad[place].item() == pytest.approx(slope, rel=1e-3)
+    assert weight.grad[index].item() == pytest.approx(slope, rel=1e-3)

@@ -55,8 +55,8 @@ def test_the_loss_by_hand_counts_three_hard_negatives_for_a_positive(script):
     naming = -scores.log_softmax(2)
     wanted = naming[0, 0, 4] + naming[0, [2, 5, 3], 0].sum() + naming[1, 0, 1] + naming[1, [2, 3, 4], 0].sum()
     misplaced = 2 * 0.5 * (2 / script.UNIT) ** 2  # two corners lie two pixels off, below the kink of the loss
-    found = script.detection_loss(scores, torch.zeros(2, 7, 4), boxes, classes, anchors)
-    assert found.item() == pytest.approx((wanted.item() + misplaced) / 2, rel=1e-6)
+    loss = script.detection_loss(scores, torch.zeros(2, 7, 4), boxes, classes, anchors)
+    assert loss.item() == pytest.approx((wanted.item() + misplaced) / 2, rel=1e-6)
 
 
 def test_detection_gives_back_what_matching_asks_for_and_suppresses_what_overlaps_a_surer_one(script):
@@ -67,10 +67,10 @@ def test_detection_gives_back_what_matching_asks_for_and_suppresses_what_overlap
     assert len(of_seven) > 1
     scores = 9.0 * nn.functional.one_hot(cls, 11).float()
     scores[0, of_seven[1]] = 10.0 * nn.functional.one_hot(torch.tensor(3), 11)  # surer, of another class
-    kept, score, found = script.detect(scores, (box - anchors) / script.UNIT, anchors)
+    kept, score, corners = script.detect(scores, (box - anchors) / script.UNIT, anchors)
     named = (score > 0.5) & (kept > 0)
     assert kept[named].tolist() == [3, 2]
-    assert torch.allclose(found[named], boxes[0], atol=1e-4)
+    assert torch.allclose(corners[named], boxes[0], atol=1e-4)
     assert score[0].tolist() == sorted(score[0].tolist(), reverse=True)
 
 
@@ -79,9 +79,9 @@ def plain_mean_average_precision(detections, digits):
     results = []
     for name in {digit[1] for digit in digits}:
         taken, right, curve = set(), 0, []
-        found = sorted((d for d in detections if d[1] == name), key=lambda d: -d[2])
+        ranked = sorted((d for d in detections if d[1] == name), key=lambda d: -d[2])
         wanted = [i for i, digit in enumerate(digits) if digit[1] == name]
-        for rank, (canvas, _, _, box) in enumerate(found, 1):
+        for rank, (canvas, _, _, box) in enumerate(ranked, 1):
             there = [(overlap_of(box, digits[i][2]), i) for i in wanted if digits[i][0] == canvas]
             overlap, best = max(there, default=(0.0, None), key=lambda pair: pair[0])
             if overlap >= 0.5 and best not in taken:
@@ -101,13 +101,13 @@ def test_map_agrees_with_plain_loops(script):
     for _ in range(20):
         boxes = draw_boxes(4 * 6, generator).view(6, 4, 4)
         classes = torch.randint(4, (6, 4), generator=generator)
-        near = boxes[:, torch.randint(4, (9,), generator=generator)]
-        found_boxes = near + torch.randint(-1, 2, near.shape, generator=generator)
-        found = torch.randint(4, (6, 9), generator=generator)
+        bases = boxes[:, torch.randint(4, (9,), generator=generator)]
+        found_boxes = bases + torch.randint(-1, 2, bases.shape, generator=generator)
+        kept = torch.randint(4, (6, 9), generator=generator)
         score = torch.rand(6, 9, generator=generator).sort(1, descending=True).values
         detections = [
-            (i, int(found[i, k]), float(score[i, k]), found_boxes[i, k].tolist()) for i in range(6) for k in range(9)
+            (i, int(kept[i, k]), float(score[i, k]), found_boxes[i, k].tolist()) for i in range(6) for k in range(9)
         ]
         digits = [(i, int(classes[i, k]), boxes[i, k].tolist()) for i in range(6) for k in range(4) if classes[i, k]]
         wanted = plain_mean_average_precision(detections, digits)
-        assert script.mean_average_precision(found, score, found_boxes, classes, boxes) == pytest.approx(wanted)
+        assert script.mean_average_precision(kept, score, found_boxes, classes, boxes) == pytest.approx(wanted)

@@ -51,17 +51,17 @@ def test_greedy_decoding_agrees_with_writing_each_sentence_anew(script, model):
     model.head.weight.data *= 20.0  # an untrained model's choices are close: spread them
     source = torch.randint(3, 30, (3, 6), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        found = model.translate(source)
-        for row, sentence in zip(found, source, strict=True):
+        translations = model.translate(source)
+        for row, sentence in zip(translations, source, strict=True):
             written = [script.START]
             for _ in range(script.LONGEST):
                 written.append(int(model(sentence[None], torch.tensor([written]))[0, -1].argmax()))
             assert row.tolist() == written[1:]
-    assert len(found.unique()) > 2
+    assert len(translations.unique()) > 2
 
 
 def test_bleu_of_a_corpus_by_hand(script):
-    found, wanted = ["cent vingt et un", "deux cent mille six"], ["cent vingt et un", "deux cent mille dix sept"]
+    written, wanted = ["cent vingt et un", "deux cent mille six"], ["cent vingt et un", "deux cent mille dix sept"]
     # shared of found: 7 of 8 words, 5 of 6 pairs, 3 of 4 triples, 1 of 2 fours; 8 words for 9
     hand = 100 * math.exp(1 - 9 / 8) * (7 / 8 * 5 / 6 * 3 / 4 * 1 / 2) ** 0.25
-    assert script.judge(found, wanted)[0] == pytest.approx(hand, abs=1e-6)
+    assert script.judge(written, wanted)[0] == pytest.approx(hand, abs=1e-6)

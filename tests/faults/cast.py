@@ -94,7 +94,7 @@ FAULTS = (
          "per-sample gradients would end in an error of torch's"),
         ("direct: integers are low", "                    elif is_low:\n                        return _IN_FULL\n", "",
          "tests/cast/test_arguments.py", "float64 would meet sixteen bits in one product"),
-        ("casts: they outlive their region", "if around and around[-1].casts.keeps else WeightCasts()",
+        ("casts: they outlive their region", "if around and around[-1][0].casts.keeps else WeightCasts()",
          'if around else acting.__dict__.setdefault("casts", WeightCasts())',
          "tests/cast/test_weight_casts.py::test_an_edit_between_two_passes_of_a_step_is_seen_by_the_second",
          "P1: weights swapped through .data would not be seen"),

@@ -110,8 +110,8 @@ def runs(copies: Iterable[Path], what: Iterable[tuple[Sequence[str], Fault | Non
 def verdict(code: int | None, printed: str) -> tuple[bool, str]:
     """Say whether a fault was caught, and by which test, or what happened instead."""
     if code == FAILED:
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
-        return True, found[1] if found else ""
+        failure = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+        return True, failure[1] if failure else ""
     words = "all tests pass" if code == PASSED else f"no test judged it ({code}): {' '.join(printed.split())[-300:]}"
     return False, words
 
@@ -126,7 +126,7 @@ def main() -> int:
     parser.add_argument("--trust", action="store_true", help="do not run the tests on the source as it is")
     options = parser.parse_args()
     faults = [
-        each for each in FAULTS if not options.names or any(n in each.name or n in each.file for n in options.names)
+        fault for fault in FAULTS if not options.names or any(n in fault.name or n in fault.file for n in options.names)
     ]
     lost, start = list[str](), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mezzo-faults-") as folder:

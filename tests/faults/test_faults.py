@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def functions(file):
-    return {each.name for each in ast.parse((ROOT / file).read_text()).body if isinstance(each, ast.FunctionDef)}
+    return {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -117,9 +117,9 @@ def quantised(groups: list[list[tuple[int, float]]], recipe: Recipe, key: int | 
         own = None if recipe.tensor_scale else amax
         scale, multiplier = scaled([value for _, value in group], recipe, shared, own)
         scales.append(scale)
-        for place, value in group:
-            codes[place] = element(value, multiplier, recipe, None if key is None else noise(place, key))
-    return [codes[place] for place in sorted(codes)], scales, shared
+        for position, value in group:
+            codes[position] = element(value, multiplier, recipe, None if key is None else noise(position, key))
+    return [codes[position] for position in sorted(codes)], scales, shared
 
 
 def float_of(bits: int) -> float:

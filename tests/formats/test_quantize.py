@@ -80,11 +80,11 @@ def bits(tensor):
     return tensor.view(torch.uint8) if tensor.dtype != torch.float32 else tensor
 
 
-def codes_of(found):
+def codes_of(quantised):
     """Codes in the order of memory."""
-    values = bits(found.values).movedim(found.dim, -1)
+    values = bits(quantised.values).movedim(quantised.dim, -1)
     assert values.is_contiguous()
-    if found.format.element is E2M1:
+    if quantised.format.element is E2M1:
         values = torch.stack([values & 15, values >> 4], -1)
     return values.flatten().tolist()
 
@@ -99,9 +99,9 @@ def groups_of(moved, fmt, dim, ndim):
     width = last if width == -1 else width
     return [
         [
-            (place, values[place])
+            (index, values[index])
             for line in range(lines)
-            for place in range((row + line) * last + at, (row + line) * last + at + width)
+            for index in range((row + line) * last + at, (row + line) * last + at + width)
         ]
         for row in range(0, rows, lines)
         for at in range(0, last, width)
@@ -113,16 +113,16 @@ def as_exact(x, fmt, dim=-1, key=None, amax=None):
     recipe = oracle.Recipe(WORDS[fmt.element], WORDS[fmt.scale], fmt.tensor_scale, fmt.floored)
     groups = groups_of(x.movedim(dim, -1), fmt, dim, x.dim())
     codes, scales, shared = oracle.quantised(groups, recipe, key, amax)
-    told = None if amax is None else torch.tensor(amax)
-    found = quantized(x, fmt, dim, key=None if key is None else torch.tensor(key), amax=told)
-    own = found.scales if not found.scales.dim() else found.scales.movedim(dim, -1)
+    largest = None if amax is None else torch.tensor(amax)
+    result = quantized(x, fmt, dim, key=None if key is None else torch.tensor(key), amax=largest)
+    own = result.scales if not result.scales.dim() else result.scales.movedim(dim, -1)
     assert own.is_contiguous()
-    assert [repr(each) for each in bits(own).flatten().tolist()] == [repr(each) for each in scales]
-    assert codes_of(found) == codes
-    assert (found.tensor_scale is None) == (not fmt.tensor_scale)
+    assert [repr(scale) for scale in bits(own).flatten().tolist()] == [repr(scale) for scale in scales]
+    assert codes_of(result) == codes
+    assert (result.tensor_scale is None) == (not fmt.tensor_scale)
     if fmt.tensor_scale:
-        assert found.tensor_scale.item() == float(shared)
-    return found
+        assert result.tensor_scale.item() == float(shared)
+    return result
 
 
 @pytest.mark.parametrize("fmt", SHAPES, ids=str)
@@ -145,16 +145,16 @@ def test_bits_are_those_of_exact_arithmetic(fmt, path):
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=32, max_size=32), st.sampled_from(list(SHAPES)), st.booleans())
 def test_any_bits_are_quantised_as_exact_arithmetic_does(patterns, fmt, is_random):
     """Infinities, NaN, subnormal numbers and the largest ones too."""
-    x = torch.tensor([oracle.float_of(each) for each in patterns]).view(1, 32)
+    x = torch.tensor([oracle.float_of(pattern) for pattern in patterns]).view(1, 32)
     if isinstance(fmt.block, tuple):
         x = x.expand(fmt.block[0], 32).contiguous()
         x = x if x.shape[1] % fmt.block[1] == 0 else x[:, : fmt.block[1]]
-    found = as_exact(x, fmt, key=99 if is_random else None)
-    wide = found.wide()
+    result = as_exact(x, fmt, key=99 if is_random else None)
+    wide = result.wide()
     assert wide.shape == x.shape
     # Beside a floored scale what is next to FP32's end rounds beyond it; nothing else is made infinite.
-    held = x.abs() < (2.0**127 if fmt.floored else torch.inf)
-    assert not wide[held].isinf().any()
+    fits = x.abs() < (2.0**127 if fmt.floored else torch.inf)
+    assert not wide[fits].isinf().any()
 
 
 # Worked by hand ---------------------------------------------------------------------------------------------
@@ -164,11 +164,11 @@ def test_mx_by_hand(path):
     """Section 6.3 of the OCP specification: the largest power of two in amax, over the largest in the format."""
     x = torch.zeros(1, 32)
     x[0, :5] = torch.tensor([1.5, -0.75, 3.0, 0.1, 0.0])
-    found = quantize(x, MXFP4)
-    assert bits(found.scales).tolist() == [[126]]  # amax 3, ⌊log2 3⌋ = 1, emax 2: 2^-1
-    assert codes_of(found)[:5] == [5, 8 | 3, 7, 0, 0]  # 3, −1.5, 6, 0.2 → 0, 0
-    assert bits(found.values)[0, :3].tolist() == [0xB5, 0x07, 0x00]  # the first element in the low four bits
-    assert found.wide()[0, :5].tolist() == [1.5, -0.75, 3.0, 0.0, 0.0]
+    result = quantize(x, MXFP4)
+    assert bits(result.scales).tolist() == [[126]]  # amax 3, ⌊log2 3⌋ = 1, emax 2: 2^-1
+    assert codes_of(result)[:5] == [5, 8 | 3, 7, 0, 0]  # 3, −1.5, 6, 0.2 → 0, 0
+    assert bits(result.values)[0, :3].tolist() == [0xB5, 0x07, 0x00]  # the first element in the low four bits
+    assert result.wide()[0, :5].tolist() == [1.5, -0.75, 3.0, 0.0, 0.0]
     x[0, 2] = 3.9  # 3.9 / 2^-1 = 7.8 saturates at 6: the scale is not rounded up
     assert quantize(x, MXFP4).wide()[0, 2].item() == 3.0
     assert bits(quantize(x, MXFP4).scales).item() == 126
@@ -189,24 +189,24 @@ def test_nvfp4_by_hand(path):
     x = torch.zeros(2, 32)
     x[0, :3] = torch.tensor([2688.0, 448.0, -100.0])  # 6 · 448: a tensor scale of 1
     x[0, 16], x[1, 0], x[1, 16] = 12.0, 0.0054, 12.75
-    found = quantize(x, NVFP4)
-    assert found.tensor_scale.item() == 1.0
+    result = quantize(x, NVFP4)
+    assert result.tensor_scale.item() == 1.0
     # 2688/6, 12/6, 0.0009, which is less than half of E4M3's smallest, and 12.75/6 = 2.125, a tie to the even 2.
-    assert found.scales.float().tolist() == [[448.0, 2.0], [0.0, 2.0]]
-    assert found.wide()[0, :3].tolist() == [2688.0, 448.0, -0.0]
-    assert (found.wide()[0, 16].item(), found.wide()[1, 0].item(), found.wide()[1, 16].item()) == (12.0, 0.0, 12.0)
-    assert codes_of(found)[32:48] == [0] * 16
+    assert result.scales.float().tolist() == [[448.0, 2.0], [0.0, 2.0]]
+    assert result.wide()[0, :3].tolist() == [2688.0, 448.0, -0.0]
+    assert (result.wide()[0, 16].item(), result.wide()[1, 0].item(), result.wide()[1, 16].item()) == (12.0, 0.0, 12.0)
+    assert codes_of(result)[32:48] == [0] * 16
     x[1, 31] = math.inf
-    found = quantize(x, NVFP4)
-    assert (found.tensor_scale.item(), found.scales.isnan().tolist()) == (1.0, [[False, False], [False, True]])
-    assert found.wide().isnan().sum() == 16
+    result = quantize(x, NVFP4)
+    assert (result.tensor_scale.item(), result.scales.isnan().tolist()) == (1.0, [[False, False], [False, True]])
+    assert result.wide().isnan().sum() == 16
     assert quantize(torch.zeros(1, 16), NVFP4).wide().eq(0).all()
 
 
 def test_scales_in_fp32_by_hand(path):
     x = torch.tensor([[7.0, -3.5, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
-    found = quantize(x, "e4m3")
-    assert (found.scales.shape, found.scales.item(), found.wide()[0].tolist()) == ((), 1 / 64, [7.0, -3.5, 0.0, 1.0])
+    result = quantize(x, "e4m3")
+    assert (result.scales.shape, result.scales.item(), result.wide()[0].tolist()) == ((), 1 / 64, [7.0, -3.5, 0.0, 1.0])
     rows = quantize(x, ROWWISE_E4M3)  # 448 / 7 = 64 is a power of two; of zeros 448 · 2^100 is floored
     assert rows.scales.tolist() == [[1 / 64], [2.0**-108]]
     assert quantize(x * 0.75, ROWWISE_E4M3).scales[0].item() == 1 / 64  # 448 / 5.25 = 85.3 → 64
@@ -228,28 +228,28 @@ def test_shapes_memory_dtypes_and_bytes(fmt):
     for dim in (-1, 1) if two else (0, 1, -1):
         if dim == 0 and fmt.block not in (None, -1):
             continue
-        found = quantize(x, fmt, dim)
+        result = quantize(x, fmt, dim)
         packed = fmt.element is E2M1
         shape = [2, 64, 32]
         shape[dim] //= 2 if packed else 1
-        assert (list(found.values.shape), found.shape, found.dtype) == (shape, x.shape, torch.bfloat16)
-        assert found.values.dtype == (torch.float4_e2m1fn_x2 if packed else fmt.element.dtype)
+        assert (list(result.values.shape), result.shape, result.dtype) == (shape, x.shape, torch.bfloat16)
+        assert result.values.dtype == (torch.float4_e2m1fn_x2 if packed else fmt.element.dtype)
         scales = [2, 64, 32]
         if two:
             scales[1:] = [4, 2]
         else:
             scales[dim] = 1 if fmt.block == -1 else scales[dim] // (fmt.block or 1)
-        assert list(found.scales.shape) == ([] if fmt.block is None else scales)
-        assert found.scales.dtype == fmt.scale.dtype
-        assert (found.dim, found.format) == (dim % 3, fmt)
-        assert found.values.movedim(dim, -1).is_contiguous()
-        assert found.values.nbytes == x.numel() * fmt.element.num_bits // 8
-        assert found.scales.nbytes == found.scales.numel() * (fmt.scale.num_bits // 8)
-        assert (found.tensor_scale is not None) == fmt.tensor_scale
-        back = found.dequantize()
+        assert list(result.scales.shape) == ([] if fmt.block is None else scales)
+        assert result.scales.dtype == fmt.scale.dtype
+        assert (result.dim, result.format) == (dim % 3, fmt)
+        assert result.values.movedim(dim, -1).is_contiguous()
+        assert result.values.nbytes == x.numel() * fmt.element.num_bits // 8
+        assert result.scales.nbytes == result.scales.numel() * (fmt.scale.num_bits // 8)
+        assert (result.tensor_scale is not None) == fmt.tensor_scale
+        back = result.dequantize()
         assert (back.dtype, back.shape, back.requires_grad) == (x.dtype, x.shape, False)
-        assert torch.equal(back, found.wide().bfloat16())
-        error = (found.wide() - x).norm() / x.norm()
+        assert torch.equal(back, result.wide().bfloat16())
+        error = (result.wide() - x).norm() / x.norm()
         assert error < (0.2 if packed else 0.08), dim
 
 
@@ -258,14 +258,14 @@ def test_wide_is_exact_where_fp32_holds_it():
         x = wild((4, 64), 3, spread=30)
         x[1, :32] *= 2.0**-100
         x[1, 32:] = x[1, 32:].sign() * 2.0**-130
-        found = quantize(x, fmt)
-        assert 0 in bits(found.scales)
+        result = quantize(x, fmt)
+        assert 0 in bits(result.scales)
         exact = [
             float(oracle.meaning(WORDS[fmt.element], code))
-            * 2.0 ** (bits(found.scales).flatten().tolist()[at // 32] - 127)
-            for at, code in enumerate(codes_of(found))
+            * 2.0 ** (bits(result.scales).flatten().tolist()[at // 32] - 127)
+            for at, code in enumerate(codes_of(result))
         ]
-        assert found.wide().double().flatten().tolist() == exact
+        assert result.wide().double().flatten().tolist() == exact
     for value in (0.0, -0.0):
         assert math.copysign(1, quantize(torch.full((1, 32), value), MXFP4).wide()[0, 0].item()) == math.copysign(
             1, value
@@ -274,7 +274,9 @@ def test_wide_is_exact_where_fp32_holds_it():
 
 def same(one, two):
     """Whether FP32 tensors have the same bits, but for those of NaN."""
-    return torch.equal(*(torch.where(each.isnan(), 7, each.contiguous().view(torch.int32)) for each in (one, two)))
+    return torch.equal(
+        *(torch.where(tensor.isnan(), 7, tensor.contiguous().view(torch.int32)) for tensor in (one, two))
+    )
 
 
 def test_every_code_under_every_scale_is_read_as_it_is_defined(path):
@@ -282,33 +284,34 @@ def test_every_code_under_every_scale_is_read_as_it_is_defined(path):
     generator = torch.Generator().manual_seed(0)
     for fmt in SHAPES:
         for dim in (-1, -2):
-            found = quantize(wild((512, 96), 0) if fmt.block != (16, 16) else wild((512, 512), 0), fmt, dim)
-            codes = torch.randint(256, found.values.shape, dtype=torch.uint8, generator=generator)
-            scales = found.scales
+            result = quantize(wild((512, 96), 0) if fmt.block != (16, 16) else wild((512, 512), 0), fmt, dim)
+            codes = torch.randint(256, result.values.shape, dtype=torch.uint8, generator=generator)
+            scales = result.scales
             if fmt.scale is not FP32:  # every one
                 scales = (torch.arange(scales.numel()) % 256).to(torch.uint8).view(scales.shape).view(scales.dtype)
             lie = [
-                each.movedim(dim, -1).contiguous().movedim(-1, dim) if each.dim() else each for each in (codes, scales)
+                tensor.movedim(dim, -1).contiguous().movedim(-1, dim) if tensor.dim() else tensor
+                for tensor in (codes, scales)
             ]
-            found = dataclasses.replace(found, values=lie[0].view(found.values.dtype), scales=lie[1])
+            result = dataclasses.replace(result, values=lie[0].view(result.values.dtype), scales=lie[1])
             exact = [oracle.meaning(WORDS[fmt.element], code) for code in range(1 << fmt.element.num_bits)]
-            table = torch.tensor([math.nan if each is None else float(each) for each in exact])
+            table = torch.tensor([math.nan if value is None else float(value) for value in exact])
             sign = 1 << fmt.element.num_bits - 1
             table[sign:] = -table[:sign]
             if fmt.element is E5M2:
                 table[0x7C], table[0xFC] = math.inf, -math.inf
-            elements = table[codes_of(found)].view(found.shape if dim == -1 else found.shape[::-1])
-            assert same(found.elements().movedim(dim, -1), elements)
-            each = found.scales
+            elements = table[codes_of(result)].view(result.shape if dim == -1 else result.shape[::-1])
+            assert same(result.elements().movedim(dim, -1), elements)
+            factors = result.scales
             if fmt.scale is E8M0:
-                each = torch.tensor([*(2.0 ** (code - 127) for code in range(255)), math.nan])[bits(each).long()]
-            each = each.float()
-            if each.dim():
-                each = each.movedim(dim, -1)
-                each = each.repeat_interleave(elements.shape[1] // each.shape[1], 1)
-                each = each.repeat_interleave(elements.shape[0] // each.shape[0], 0)
-            wide = elements * each * (1.0 if found.tensor_scale is None else found.tensor_scale)
-            assert same(found.wide().movedim(dim, -1), wide)
+                factors = torch.tensor([*(2.0 ** (code - 127) for code in range(255)), math.nan])[bits(factors).long()]
+            factors = factors.float()
+            if factors.dim():
+                factors = factors.movedim(dim, -1)
+                factors = factors.repeat_interleave(elements.shape[1] // factors.shape[1], 1)
+                factors = factors.repeat_interleave(elements.shape[0] // factors.shape[0], 0)
+            wide = elements * factors * (1.0 if result.tensor_scale is None else result.tensor_scale)
+            assert same(result.wide().movedim(dim, -1), wide)
 
 
 def test_empty_tensors():
@@ -316,9 +319,9 @@ def test_empty_tensors():
         for shape in ((0, 32), (32, 0), (0,)):
             if len(shape) == 1 and isinstance(fmt.block, tuple):
                 continue
-            found = quantize(torch.zeros(shape), fmt)
-            assert found.wide().shape == shape
-            assert found.values.numel() == 0
+            result = quantize(torch.zeros(shape), fmt)
+            assert result.wide().shape == shape
+            assert result.values.numel() == 0
 
 
 # Chance ---------------------------------------------------------------------------------------------------------
@@ -331,8 +334,8 @@ def test_stochastic_rounding_is_unbiased(fmt):
     for value in (0.3 + 1 / 64, 0.07, 3.0 * 2**-12, 1.0):
         x = torch.full((count // 16, 32), value)
         x[:, ::16] = 1.0  # the largest of each block
-        found = quantize(x, fmt, rounding="stochastic", generator=torch.Generator().manual_seed(1)).wide()
-        drawn = found[:, 1::2].double()
+        rounded = quantize(x, fmt, rounding="stochastic", generator=torch.Generator().manual_seed(1)).wide()
+        drawn = rounded[:, 1::2].double()
         seen = Counter(drawn.flatten().tolist())
         low, high = min(seen), max(seen)
         assert len(seen) <= 2
@@ -345,8 +348,8 @@ def test_a_key_is_the_noise_and_a_generator_gives_a_key(path):
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     for key in (5, -5, 2**40 + 5):
         one, two, narrow = (
-            quantized(x, MXFP4, key=torch.tensor(each, dtype=dtype))
-            for each, dtype in ((key, torch.int64), (key, torch.int64), ((key + 2**31) % 2**32 - 2**31, torch.int32))
+            quantized(x, MXFP4, key=torch.tensor(number, dtype=dtype))
+            for number, dtype in ((key, torch.int64), (key, torch.int64), ((key + 2**31) % 2**32 - 2**31, torch.int32))
         )
         assert torch.equal(bits(one.values), bits(two.values))
         assert torch.equal(bits(one.values), bits(narrow.values))
@@ -443,7 +446,7 @@ def test_without_a_compiler_torchs_operations_do_it(monkeypatch, caplog):
     wide = expected.wide()
     monkeypatch.setattr(cpp, "built", none)
     monkeypatch.setattr(
-        convert.portable, "encoded", lambda *each, real=convert.portable.encoded: calls.append(1) or real(*each)
+        convert.portable, "encoded", lambda *args, real=convert.portable.encoded: calls.append(1) or real(*args)
     )
     cpp._kernel.cache_clear()
     cpp._decoding.cache_clear()
@@ -465,8 +468,8 @@ def test_under_a_compiler_of_torchs_and_where_nothing_has_memory():
     for fmt in (NVFP4, TENSORWISE_E4M3):
 
         def both(x, key, fmt=fmt):
-            found = quantized(x, fmt, key=key)
-            return bits(found.values), bits(found.scales), found.wide()
+            result = quantized(x, fmt, key=key)
+            return bits(result.values), bits(result.scales), result.wide()
 
         compiled = torch.compile(both, backend="aot_eager", fullgraph=True)
         key = torch.tensor(3)
@@ -492,9 +495,9 @@ def test_a_mode_of_torchs_sees_what_is_done():
     x, names = wild((4, 64), 0), set()
     expected = quantized(x, NVFP4)
     with Seen():
-        found = quantized(x, NVFP4)
+        result = quantized(x, NVFP4)
     assert {"amax", "mul", "where"} <= names
-    alike(found, expected)
+    alike(result, expected)
 
 
 def test_nothing_is_asked_of_a_tensor(path):

@@ -45,13 +45,13 @@ def test_every_code_of_every_format_of_eight_bits_or_fewer():
     for name, number_format in ELEMENTS.items():
         half = 1 << number_format.num_bits - 1
         for code in range(2 * half):
-            value, found = oracle.meaning(name, code), number_format.decode(code)
+            value, decoded = oracle.meaning(name, code), number_format.decode(code)
             if value is None:
-                assert not math.isfinite(found)
-                assert math.isinf(found) == (name == "E5M2" and code % half == 0x7C), (name, code)
+                assert not math.isfinite(decoded)
+                assert math.isinf(decoded) == (name == "E5M2" and code % half == 0x7C), (name, code)
             else:
-                assert same(found, math.copysign(float(value), -1 if code >= half else 1)), (name, code)
-                assert number_format.encode(found) == code
+                assert same(decoded, math.copysign(float(value), -1 if code >= half else 1)), (name, code)
+                assert number_format.encode(decoded) == code
     for code in range(255):
         assert Fraction(E8M0.decode(code)) == Fraction(2) ** (code - 127)
         assert E8M0.encode(E8M0.decode(code)) == code
@@ -97,8 +97,8 @@ def edges(number_format: Format) -> list[float]:
         5e-324,
         math.inf,
     ]
-    near = [math.nextafter(value, side) for value in positive for side in (0.0, math.inf)]
-    return [each for value in (*positive, *near) for each in (value, -value)] + [math.nan, -math.nan]
+    neighbours = [math.nextafter(value, side) for value in positive for side in (0.0, math.inf)]
+    return [signed for value in (*positive, *neighbours) for signed in (value, -value)] + [math.nan, -math.nan]
 
 
 @pytest.mark.parametrize("number_format", [E2M1, E8M0], ids=str)
@@ -110,9 +110,9 @@ def test_encode_round_and_coverage_at_every_edge(number_format):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         given = torch.tensor(values, dtype=torch.float64).to(dtype)
         wanted = torch.tensor([number_format.decode(expected(value)) for value in given.double().tolist()])
-        found = number_format.round(given)
-        assert found.dtype == dtype
-        assert all(map(same, found.tolist(), wanted.to(dtype).tolist())), dtype
+        rounded = number_format.round(given)
+        assert rounded.dtype == dtype
+        assert all(map(same, rounded.tolist(), wanted.to(dtype).tolist())), dtype
     counts = number_format.coverage(torch.tensor(values, dtype=torch.float64))
     assert (
         counts.total

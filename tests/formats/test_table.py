@@ -21,7 +21,7 @@ from mezzo.formats import definitions as table_of_formats
 from ..support.refusals import refused
 
 SMALL = [FP16, BF16, E4M3, E5M2]  # every pattern can be tried
-EVERY = [each for each in FORMATS.values() if each not in (E2M1, E8M0)]  # which tests/formats/test_small.py has
+EVERY = [fmt for fmt in FORMATS.values() if fmt not in (E2M1, E8M0)]  # which tests/formats/test_small.py has
 any_float = st.floats(width=64)
 
 
@@ -97,8 +97,8 @@ def edge_values(number_format: Format) -> list[float]:
     pairs = [(float(numbers[bits]), float(numbers[bits + 1])) for bits in chosen]
     table = sorted({value for pair in pairs for value in pair})
     middles = [(low + high) / 2 for low, high in pairs]
-    near = [math.nextafter(middle, side) for middle in middles for side in (0.0, math.inf)]
-    positive = [*table, *middles, *near, 1e300, 5e-324, math.inf]
+    neighbours = [math.nextafter(middle, side) for middle in middles for side in (0.0, math.inf)]
+    positive = [*table, *middles, *neighbours, 1e300, 5e-324, math.inf]
     return [*positive, *(-value for value in positive), math.nan]
 
 
@@ -146,7 +146,7 @@ def test_facts():
             assert int(text.replace(" ", ""), 2) == bits
             assert same(number_format.decode(bits), value)
             assert number_format.encode(value) == bits
-    assert [each.encode(1 / 3) for each in (FP16, BF16, E4M3, E5M2)] == [0x3555, 0x3EAB, 0x2B, 0x35]
+    assert [fmt.encode(1 / 3) for fmt in (FP16, BF16, E4M3, E5M2)] == [0x3555, 0x3EAB, 0x2B, 0x35]
     # 40 powers of two, subnormals included: 2^-24 … 2^15.
     exact = [k for k in range(-40, 40) if FP16.decode(FP16.encode(2.0**k)) == 2.0**k]
     assert exact == list(range(-24, 16))
@@ -245,13 +245,13 @@ def test_what_is_refused():
     for scale in (0.0, -1.0, math.inf, math.nan):
         with refused(PolicyError, "coverage cannot be taken at scale", "positive finite number"):
             FP16.coverage(torch.ones(2), scale)
-    for name, near in (
+    for name, hint in (
         ("flaot16", "did you mean 'float16'?"), ("bf61", "did you mean 'bf16'?"),
         (torch.int8, "why    valid: float32, tf32, float16"), (torch.float64, "why    valid: float32, tf32, float16"),
         (16, "valid: float32, tf32, float16"), ("", "valid: float32, tf32, float16"),
     ):  # fmt: skip
         with refused(
-            PolicyError, f"unknown number format {name!r}", near, 'write  by_name("float16"), by_name("fp16")'
+            PolicyError, f"unknown number format {name!r}", hint, 'write  by_name("float16"), by_name("fp16")'
         ):
             by_name(name)
 
@@ -350,8 +350,8 @@ def test_round_keeps_shape_layout_and_stays_outside_autograd(number_format):
 
 @pytest.mark.parametrize("number_format", [TF32, *SMALL], ids=str)
 def test_stochastic_rounding_is_unbiased(number_format):
-    trials, each = 20_000, itertools.product((torch.float32, torch.float64), (0.0, 0.125, 0.5, 0.875), (True, False))
-    for dtype, share, is_normal in each:
+    trials, cases = 20_000, itertools.product((torch.float32, torch.float64), (0.0, 0.125, 0.5, 0.875), (True, False))
+    for dtype, share, is_normal in cases:
         low = -1.5 if is_normal else -number_format.smallest_subnormal
         gap = number_format.spacing(low)
         values = torch.full((trials,), low - share * gap, dtype=dtype)

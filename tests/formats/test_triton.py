@@ -53,16 +53,18 @@ class Kernels:
     def agree(self, x, fmt, dim=-1, key=None, amax=None):
         """Assert that kernels make what torch's operations do on the CPU; return the names of what was launched."""
         key = None if key is None else torch.tensor(key)
-        there = {name: None if each is None else each.to(self.device) for name, each in (("key", key), ("amax", amax))}
+        there = {
+            name: None if tensor is None else tensor.to(self.device) for name, tensor in (("key", key), ("amax", amax))
+        }
         given = x
         if self.device.type == "cuda":  # where it lies as here
             storage = x.untyped_storage().cuda()
             given = torch.empty(0, dtype=x.dtype, device="cuda").set_(storage, x.storage_offset(), x.shape, x.stride())
         self.names.clear()
-        found = quantized(given, fmt, dim, **there)
-        made = {name: getattr(found, name) for name in ("values", "scales", "tensor_scale")}
-        made = {name: each if each is None else each.cpu() for name, each in made.items()}
-        alike(dataclasses.replace(found, **made), by_torch(x, fmt, dim, key=key, amax=amax))
+        result = quantized(given, fmt, dim, **there)
+        made = {name: getattr(result, name) for name in ("values", "scales", "tensor_scale")}
+        made = {name: tensor if tensor is None else tensor.cpu() for name, tensor in made.items()}
+        alike(dataclasses.replace(result, **made), by_torch(x, fmt, dim, key=key, amax=amax))
         return [*self.names]
 
 
@@ -70,22 +72,22 @@ class Kernels:
 def kernels(request, monkeypatch):
     """Triton's kernels, for tensors of the CPU interpreted."""
     caches = triton._looking, triton._quantising, triton._works_on
-    found, run = Kernels("cuda" if request.param == "cuda" else "cpu"), triton.Launch.__call__
+    launches, run = Kernels("cuda" if request.param == "cuda" else "cpu"), triton.Launch.__call__
     if request.param == "interpreted":
         request.getfixturevalue("interpreted")
         monkeypatch.setattr(convert, "_KERNELS", {"cpu": triton})
-    for each in caches:
-        each.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
     def noted(launch, *given):
-        found.names.append(launch.kernel.fn.__name__)
+        launches.names.append(launch.kernel.fn.__name__)
         run(launch, *given)
 
     monkeypatch.setattr(triton.Launch, "__call__", noted)
-    assert triton._works_on(found.device)
-    yield found
-    for each in caches:
-        each.cache_clear()
+    assert triton._works_on(launches.device)
+    yield launches
+    for cached in caches:
+        cached.cache_clear()
 
 
 def launched(fmt):
@@ -131,8 +133,8 @@ def test_kernels_read_any_layout(fmt, kernels):
 def test_a_largest_magnitude_that_is_given_is_not_looked_for(kernels):
     for fmt in (ROWWISE_E4M3, MXFP8_E4M3, TENSORWISE_E4M3, NVFP4, BlockFormat(E4M3, FP32, (2, 8))):
         x = wild((6, 64), 1)
-        each = torch.rand(by_torch(x, fmt).scales.shape, generator=torch.Generator().manual_seed(2))
-        for amax in (torch.tensor(0.25), each) if not fmt.tensor_scale else (torch.tensor(0.25),):
+        scales = torch.rand(by_torch(x, fmt).scales.shape, generator=torch.Generator().manual_seed(2))
+        for amax in (torch.tensor(0.25), scales) if not fmt.tensor_scale else (torch.tensor(0.25),):
             assert kernels.agree(x, fmt, amax=amax) == ["quantise"]
 
 
@@ -146,8 +148,8 @@ def test_without_a_compiler_torchs_operations_do_it(kernels, monkeypatch, caplog
         raise OSError("no C compiler")
 
     monkeypatch.setattr(triton, "jitted", none)
-    for each in (triton._looking, triton._works_on):
-        each.cache_clear()
+    for cached in (triton._looking, triton._works_on):
+        cached.cache_clear()
     with caplog.at_level("INFO", logger="mezzo"):
         for _ in range(2):
             assert kernels.agree(wild((4, 64), 0), MXFP4) == []
@@ -166,7 +168,7 @@ def on_sm_90(folder, fmt, dtype, *, turned):
         triton.encoded(moved, fmt, convert._block(fmt, 2, 1, 4096), key, None)
     names = {torch.float32: "*fp32", torch.int16: "*i16", torch.int32: "*i32", torch.uint8: "*u8"}
     for launch, (_, _, *given) in launches:
-        kinds = ["i32" if isinstance(each, int) else names[each.dtype] for each in given]
+        kinds = ["i32" if isinstance(argument, int) else names[argument.dtype] for argument in given]
         arguments = dict(zip(launch.kernel.arg_names, kinds, strict=False))
         yield facts(launch.kernel, arguments, 90, folder, launch.options, **launch.constants)
 
@@ -177,12 +179,12 @@ def on_sm_90(folder, fmt, dtype, *, turned):
 def test_an_h100_gets_ieee_arithmetic_without_spills_that_moves_vectors(fmt, turned, monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(Path(os.environ["XDG_CACHE_HOME"], "mezzo", "triton")))
-    for found in on_sm_90(tmp_path, fmt, torch.bfloat16, turned=turned):
-        assert found.stack == 0
-        assert found.registers <= 128  # two programs of 256 threads on a multiprocessor
-        assert {*found.loads} <= {32, 128}  # elements, and beside them numbers
-        assert found.loads[128] >= 2
-        assert not any(each in found.ptx for each in ("fma.rn", "mad.f", "approx", ".ftz", "div.full"))
+    for binary in on_sm_90(tmp_path, fmt, torch.bfloat16, turned=turned):
+        assert binary.stack == 0
+        assert binary.registers <= 128  # two programs of 256 threads on a multiprocessor
+        assert {*binary.loads} <= {32, 128}  # elements, and beside them numbers
+        assert binary.loads[128] >= 2
+        assert not any(instruction in binary.ptx for instruction in ("fma.rn", "mad.f", "approx", ".ftz", "div.full"))
 
 
 @pytest.mark.gpu
@@ -196,9 +198,9 @@ def test_a_graph_quantises_what_is_there_when_it_is_replayed_and_nothing_waits(f
         expected = quantized(other, fmt, key=key + 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = quantized(x, fmt, key=key)
+        result = quantized(x, fmt, key=key)
     x.copy_(other)
     key += 1
     graph.replay()
-    for mine, theirs in ((found.values, expected.values), (found.scales, expected.scales)):
+    for mine, theirs in ((result.values, expected.values), (result.scales, expected.scales)):
         assert torch.equal(bits(mine), bits(theirs))

@@ -48,9 +48,9 @@ def flat(tensors):
     return torch.cat([tensor.detach().flatten().float().clone() for tensor in tensors])
 
 
-def assert_alike(found, expected, rel=0.02):
+def assert_alike(weights, expected, rel=0.02):
     """Vectors whose distance is small beside the expected one."""
-    assert (found - expected).norm() < rel * expected.norm()
+    assert (weights - expected).norm() < rel * expected.norm()
 
 
 def ends(losses, count=4):

@@ -250,10 +250,10 @@ def of_transformers(folder):
 
 
 def main(folder, *names):
-    found = {}
+    results = {}
     for name in names:
-        found |= globals()[f"of_{name}"](folder)
-    (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+        results |= globals()[f"of_{name}"](folder)
+    (Path(folder) / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 
 

@@ -59,10 +59,10 @@ class Program:
     """A program for Accelerate, to which one line may be added."""
 
     def __init__(self, policy=None, optimizer=OPTIMIZERS["torch"], *, overflow_at=(), **options):
-        self.module, self.told = net(), Told()
+        self.module, self.tracker = net(), Told()
         self.bare = optimizer(self.module.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.bare, lambda step: 0.9**step)
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=self.told)
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=self.tracker)
         self.accelerator.init_trackers("test")
         self.amp = attach(self.accelerator, self.module, self.bare, policy, **options) if policy else None
         loader = DataLoader(dataset(), batch_size=8)
@@ -152,20 +152,20 @@ def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged():
         program = Program(policy, OPTIMIZERS[optimizer], overflow_at=[2]).epoch()
         assert program.skipped == [False, True, False, False]
         assert program.rates == [0.01 * 0.9**steps for steps in (1, 1, 2, 3)]
-        assert [each["mezzo/scale"] for each in program.told.values] == [65536.0, 32768.0, 32768.0, 32768.0]
-        assert [each["mezzo/skipped"] for each in program.told.values] == [0, 1, 1, 1]
+        assert [row["mezzo/scale"] for row in program.tracker.values] == [65536.0, 32768.0, 32768.0, 32768.0]
+        assert [row["mezzo/skipped"] for row in program.tracker.values] == [0, 1, 1, 1]
         assert bool(program.amp.last_step.skipped) is False
 
 
 def test_clipping_is_of_unscaled_gradients():
     """By so little that every step is decided by it: SGD's weights are FP32's, within rounding of the gradients."""
     start = flat(net().parameters())
-    for kind, low in (("norm", "O2,dtype=float16"), ("value", "O1,dtype=float16")):
+    for way, low in (("norm", "O2,dtype=float16"), ("value", "O1,dtype=float16")):
         moved = []
         for policy in (None, low):
             forget()
             program = Program(policy, partial(torch.optim.SGD, lr=1.0))
-            program.epoch(lambda accelerator, params: getattr(accelerator, f"clip_grad_{kind}_")(params, 1e-3))  # noqa: B023
+            program.epoch(lambda accelerator, params: getattr(accelerator, f"clip_grad_{way}_")(params, 1e-3))  # noqa: B023
             moved.append(flat(program.module.state_dict().values()) - start)
         assert_alike(*reversed(moved))
 
@@ -205,8 +205,8 @@ def test_lbfgs_evaluates_its_closure_again():
 NAMES = ("accumulates", "splits", "ranks", "with_optimizer", "adjusts")
 #: A quarter of all settings, in which any two of them meet.
 SETTINGS = [
-    dict(zip(NAMES, each, strict=True)) | {"kind": ("lambda", "cycle")[number % 3 == 0]}
-    for number, each in enumerate(product((1, 2), (False, True), (1, 2), (True, False), (True, False)))
+    dict(zip(NAMES, choices, strict=True)) | {"kind": ("lambda", "cycle")[number % 3 == 0]}
+    for number, choices in enumerate(product((1, 2), (False, True), (1, 2), (True, False), (True, False)))
     if (number & 7).bit_count() % 2 and (number >> 2).bit_count() % 2
 ]
 OVERFLOWS = [{0}, {3}, {2, 3, 6}, {11}, {0, 1, 2, 3, 4, 5}]
@@ -238,7 +238,7 @@ def rates(optimizer, settings, overflow_at, policy=None):
     else:
         attach(accelerator, model, bare, policy)
     model, wrapped, scheduler = accelerator.prepare(model, bare, scheduler)
-    found = []
+    rows = []
     with state_of_ranks(settings["ranks"]):
         for number in range(12):
             with accelerator.accumulate(model):
@@ -251,8 +251,8 @@ def rates(optimizer, settings, overflow_at, policy=None):
                 apart.step()
                 wrapped.zero_grad()
             skipped = accelerator.optimizer_step_was_skipped
-            found.append((scheduler.get_last_lr(), apart.get_last_lr(), skipped, scheduler.scheduler._step_count))
-    return found
+            rows.append((scheduler.get_last_lr(), apart.get_last_lr(), skipped, scheduler.scheduler._step_count))
+    return rows
 
 
 @contextmanager
@@ -273,9 +273,9 @@ def test_schedulers_move_as_under_accelerates_own_scaler():
     kinds = [plain, partial(torch.optim.AdamW, lr=0.1, fused=True), partial(mezzo.optim.AdamW, lr=0.1)]
     for number, settings in enumerate(SETTINGS):
         expected = rates(plain, settings, OVERFLOWS[number % 5])
-        found = rates(kinds[number % 3], settings, OVERFLOWS[number % 5], "O1,dtype=float16")
-        assert found == expected, (settings, OVERFLOWS[number % 5])
-        assert any(skipped for *_, skipped, _ in found)
+        result = rates(kinds[number % 3], settings, OVERFLOWS[number % 5], "O1,dtype=float16")
+        assert result == expected, (settings, OVERFLOWS[number % 5])
+        assert any(skipped for *_, skipped, _ in result)
 
 
 # Other shapes of programs -----------------------------------------------------------------------------------
@@ -295,18 +295,18 @@ def test_after_close_all_is_as_it_was():
     before = program.module[0].weight.detach().clone()
     program.optimizer.step()
     assert not torch.equal(program.module[0].weight, before)
-    assert "mezzo/scale" not in (program.accelerator.log({"loss": 1.0}), program.told.values[-1])[1]
+    assert "mezzo/scale" not in (program.accelerator.log({"loss": 1.0}), program.tracker.values[-1])[1]
 
 
 def test_models_are_placed_before_the_session_is_made():
     class Placed(nn.Linear):
         def to(self, device):
-            told.append((device, self.weight.dtype))
+            placements.append((device, self.weight.dtype))
             return super().to(device)
 
     for places in (True, False):
-        told, model = [], Placed(2, 1)
+        placements, model = [], Placed(2, 1)
         accelerator = accelerate.Accelerator(cpu=True, device_placement=places)
         amp = attach(accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), "O2,dtype=bfloat16")
-        assert told == [(accelerator.device, torch.float32)] * places
+        assert placements == [(accelerator.device, torch.float32)] * places
         amp.close()

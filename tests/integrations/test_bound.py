@@ -31,24 +31,24 @@ ODD = [
 # Functions that go through a session ----------------------------------------------------------------------------------
 
 
-def recorder(told, result="result"):
+def recorder(calls, result="result"):
     def method(*args, **kwargs):
-        told.append((args[1:], kwargs))
+        calls.append((args[1:], kwargs))
         return result
 
     return method
 
 
-@pytest.mark.parametrize("place, name, first", [
+@pytest.mark.parametrize("owner, name, first", [
     (GradScaler, "step", 1), (GradScaler, "unscale_", 1), (LRScheduler, "step", 0),
     (torch.optim.lr_scheduler.ExponentialLR, "step", 0),
 ])  # fmt: skip
-def test_functions_of_torch_get_what_they_are_given(monkeypatch, place, name, first):
-    told, model = [], net()
+def test_functions_of_torch_get_what_they_are_given(monkeypatch, owner, name, first):
+    calls, model = [], net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.optim.SGD(net().parameters(), lr=0.1)
-    made = GradScaler("cpu") if place is GradScaler else torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
-    monkeypatch.setattr(place, name, recorder(told))
+    made = GradScaler("cpu") if owner is GradScaler else torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+    monkeypatch.setattr(owner, name, recorder(calls))
     amp = mezzo.attach(model, optimizer, "O0,loss_scale=64")
     expected = []
     for args, kwargs in ODD:
@@ -59,21 +59,21 @@ def test_functions_of_torch_get_what_they_are_given(monkeypatch, place, name, fi
         assert getattr(made, name)(optimizer=other, b=1) == "result"
         expected.append(((), {"optimizer": other, "b": 1}))
     amp.detach()
-    assert told == expected
+    assert calls == expected
 
 
 def test_methods_of_an_accelerator_get_what_they_are_given(hf):
-    told = []
+    calls = []
 
     class Own(hf.accelerate.Accelerator):
-        log, free_memory = recorder(told), recorder(told)
+        log, free_memory = recorder(calls), recorder(calls)
 
     model, own = net(), {"mezzo/scale": 64.0, "mezzo/skipped": 0}
     for call, expected in (
-        (lambda each: each.log({"a": 1}), (({**own, "a": 1},), {})),
-        (lambda each: each.log({"a": 1}, 3, amp=1, log=2), (({**own, "a": 1}, 3), {"amp": 1, "log": 2})),
-        (lambda each: each.log(step=3, values={"a": 1}), ((), {"step": 3, "values": {**own, "a": 1}})),
-        (lambda each: each.free_memory(1, amp=2, free=3), ((1,), {"amp": 2, "free": 3})),
+        (lambda target: target.log({"a": 1}), (({**own, "a": 1},), {})),
+        (lambda target: target.log({"a": 1}, 3, amp=1, log=2), (({**own, "a": 1}, 3), {"amp": 1, "log": 2})),
+        (lambda target: target.log(step=3, values={"a": 1}), ((), {"step": 3, "values": {**own, "a": 1}})),
+        (lambda target: target.free_memory(1, amp=2, free=3), ((1,), {"amp": 2, "free": 3})),
     ):
         hf.forget()
         accelerator = Own(cpu=True)
@@ -84,36 +84,36 @@ def test_methods_of_an_accelerator_get_what_they_are_given(hf):
         with accelerator.autocast(hf.accelerate.utils.AutocastKwargs(enabled=False)):
             assert not torch.is_autocast_enabled("cpu")
         assert call(accelerator) == "result"
-        assert told.pop() == expected
+        assert calls.pop() == expected
         amp.close()
         assert not {"log", "free_memory", "autocast"} & vars(accelerator).keys()
 
 
 def test_a_strategy_s_optimizers_are_set_up_with_what_it_is_given(monkeypatch):
     lightning = pytest.importorskip("mezzo.integrations.lightning", reason="needs lightning")
-    told, plugin = [], lightning.MezzoPrecision("O1,dtype=bfloat16")
-    monkeypatch.setattr(lightning.Strategy, "setup_optimizer", recorder(told))
+    calls, plugin = [], lightning.MezzoPrecision("O1,dtype=bfloat16")
+    monkeypatch.setattr(lightning.Strategy, "setup_optimizer", recorder(calls))
     plugin.convert_module(net())
     strategy = lightning.Strategy.__new__(lightning.DataParallelStrategy)
     strategy._precision = None
     for given in ODD[:4]:
         assert strategy.setup_optimizer(*given[0], **given[1]) == "result"
     plugin.teardown()
-    assert told == ODD[:4]
+    assert calls == ODD[:4]
 
 
 SCRIPT = """
 import torch
-told = []
+calls = []
 
 class Own(torch.optim.SGD):
     def step(self, *args, **kwargs):
-        told.append((args, kwargs))
+        calls.append((args, kwargs))
 
 model = torch.nn.Linear(2, 1)
 optimizer = Own(model.parameters(), lr=0.1)
 optimizer.step(*GIVEN[0], **GIVEN[1])
-assert told == [GIVEN], told
+assert calls == [GIVEN], calls
 """
 
 
@@ -195,7 +195,7 @@ def test_what_a_class_s_own_method_takes_is_what_reaches_it():
 def test_copies_are_asked_for_in_any_way(policy):
     class Own(nn.Sequential):
         def __deepcopy__(self, memo=None, *, name="plain"):
-            made = Own(*(copy.deepcopy(each, memo) for each in self))
+            made = Own(*(copy.deepcopy(part, memo) for part in self))
             made.name = name
             return made
 

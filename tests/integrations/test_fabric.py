@@ -158,8 +158,8 @@ def test_gradients_are_plain_and_clipped_so_and_those_of_what_no_optimizer_has()
 
     for clips, policy in (({"max_norm": 1e-3}, "O1,dtype=float16"), ({"clip_val": 1e-4}, "O2,dtype=float16")):
         expected, reference = moved(fabric_of(), clips)
-        found, norms = moved(fabric_of(policy), clips)
-        assert_alike(found, expected)
+        weights, norms = moved(fabric_of(policy), clips)
+        assert_alike(weights, expected)
         assert norms == pytest.approx(reference, rel=0.01)
 
 
@@ -169,7 +169,7 @@ def test_a_gan_with_two_models_and_optimizers():
     def trained(fabric, clears_first):
         torch.manual_seed(0)
         made, judge = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
-        for_made, for_judge = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (made, judge))
+        for_made, for_judge = (torch.optim.SGD(module.parameters(), lr=0.05) for module in (made, judge))
         made, for_made = fabric.setup(made, for_made)
         judge, for_judge = fabric.setup(judge, for_judge)
         bce, losses = nn.functional.binary_cross_entropy_with_logits, []
@@ -180,7 +180,7 @@ def test_a_gan_with_two_models_and_optimizers():
             for optimizer, pairs in ((for_judge, [(real, 1.0), (fake.detach(), 0.0)]), (for_made, [(fake, 1.0)])):
                 if clears_first:
                     optimizer.zero_grad()
-                scores = [(judge(each), label) for each, label in pairs]
+                scores = [(judge(batch), label) for batch, label in pairs]
                 loss = sum(bce(score, torch.full_like(score, label)) for score, label in scores)
                 fabric.backward(loss)
                 optimizer.step()
@@ -284,23 +284,23 @@ class Module(Marked, L.LightningModule):
     """The same, of Lightning's, driven by hand."""
 
 
-@pytest.mark.parametrize("kind", [Marked, Module])
-def test_steps_that_are_no_forward_pass_run_low_and_return_fp32(kind):
+@pytest.mark.parametrize("module_class", [Marked, Module])
+def test_steps_that_are_no_forward_pass_run_low_and_return_fp32(module_class):
     """On one device Fabric calls them on the model itself, and asks for no region."""
     losses = {}
     for policy in (None, "O1,dtype=bfloat16", "O2,dtype=bfloat16"):
-        fabric, module = fabric_of(policy), kind()
+        fabric, module = fabric_of(policy), module_class()
         model, optimizer = fabric.setup(module, OPTIMIZERS["torch"](module.parameters()))
-        if kind is Marked:
+        if module_class is Marked:
             model.mark_forward_method("training_step")
-        found = []
+        history = []
         for number, batch in enumerate(batches(2)):
             loss = model.training_step(batch, number)
             fabric.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        losses[policy] = sum(found[-4:])
+            history.append(loss.item())
+        losses[policy] = sum(history[-4:])
         assert loss.dtype == torch.float32
         assert module.seen == {torch.bfloat16 if policy else torch.float32}
     assert losses == pytest.approx(dict.fromkeys(losses, losses[None]), rel=0.01)
@@ -319,10 +319,10 @@ def test_copies_and_averages_are_of_fp32_values(tmp_path):
         averaged.update_parameters(run.model.module)
         seen.append(flat(run.model.state_dict().values()).double())
     expected = seen[0]
-    for each in seen[1:]:
-        expected = 0.9 * expected + 0.1 * each
-    found = flat(averaged.module.parameters())
-    assert (found - expected).abs().max() < 16 * torch.finfo(torch.float32).eps * expected.abs().max()
+    for weights in seen[1:]:
+        expected = 0.9 * expected + 0.1 * weights
+    result = flat(averaged.module.parameters())
+    assert (result - expected).abs().max() < 16 * torch.finfo(torch.float32).eps * expected.abs().max()
     torch.save(run.model.module, tmp_path / "model.pt")
     for copied in (copy.deepcopy(run.model.module), torch.load(tmp_path / "model.pt", weights_only=False)):
         assert not any(module._forward_pre_hooks or "__deepcopy__" in vars(module) for module in copied.modules())

@@ -24,9 +24,9 @@ def test_two_ranks_step_together(tmp_path, names):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    for name, found in first.items():
-        assert found["weights"] == second[name]["weights"], name
-        assert found["resumed"] == found["weights"], name
-        assert (found["steps"], found["skipped"]) == (8, 1), name
+    for name, results in first.items():
+        assert results["weights"] == second[name]["weights"], name
+        assert results["resumed"] == results["weights"], name
+        assert (results["steps"], results["skipped"]) == (8, 1), name
         reference = first[f"{name.split()[0]} O0"]["losses"]
-        assert sum(found["losses"][-4:]) == pytest.approx(sum(reference[-4:]), rel=0.02), name
+        assert sum(results["losses"][-4:]) == pytest.approx(sum(reference[-4:]), rel=0.02), name

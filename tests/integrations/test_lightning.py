@@ -264,14 +264,14 @@ def test_layers_that_thaw_late_and_averages_at_o2_are_near_those_of_fp32():
 def test_a_copy_that_is_made_while_it_trains_is_a_plain_fp32_module():
     def copies(run, module, *_):
         assert module.net[0].weight.hi.dtype == torch.bfloat16
-        found[:] = copy.deepcopy(module), {name: value.clone() for name, value in module.state_dict().items()}
+        kept[:] = copy.deepcopy(module), {name: value.clone() for name, value in module.state_dict().items()}
 
-    found = []
+    kept = []
     module, _ = fitted("O2,dtype=bfloat16", Module(interval="step"), callbacks=[Callback(on_train_batch_end=copies)])
-    copied, expected = found
+    copied, expected = kept
     assert not torch.equal(module.net[0].weight, module.net[0].weight.bfloat16())
-    for each in (copied, module):
-        assert all(torch.equal(value, expected[name]) for name, value in each.named_parameters())
+    for variant in (copied, module):
+        assert all(torch.equal(value, expected[name]) for name, value in variant.named_parameters())
     assert not {"__deepcopy__", "_mezzo_prepared"} & vars(copied).keys()
     assert copied.net(batches()[0][0]).dtype == torch.float32
 
@@ -377,19 +377,19 @@ def test_steps_without_training_see_and_give_fp32(policy):
     module = Evaluated()
     plain, low = copy.deepcopy(module), set()
     runs = {}
-    for name, each in (("", plain), (policy, module)):
-        each.given, each.values = set(), []
-        each.net[0].register_forward_hook(lambda _, __, output: low.add(output.dtype))
+    for name, variant in (("", plain), (policy, module)):
+        variant.given, variant.values = set(), []
+        variant.net[0].register_forward_hook(lambda _, __, output: low.add(output.dtype))
         run = trainer(name or None)
-        run.fit(each, loader(), loader())
-        losses = [run.callback_metrics["val"], *run.validate(each, loader(), verbose=False)]
-        losses += run.test(each, loader(), verbose=False)
-        runs[name] = torch.cat(run.predict(each, loader()))
+        run.fit(variant, loader(), loader())
+        losses = [run.callback_metrics["val"], *run.validate(variant, loader(), verbose=False)]
+        losses += run.test(variant, loader(), verbose=False)
+        runs[name] = torch.cat(run.predict(variant, loader()))
         assert [float(one if isinstance(one, torch.Tensor) else one["val"]) for one in losses] == pytest.approx(
             [float(losses[0])] * 3, rel=0.01
         )
     assert module.given == {torch.float32}
-    assert {each.dtype.name for each in module.values} == {"float32"}
+    assert {value.dtype.name for value in module.values} == {"float32"}
     assert low == {torch.float32, getattr(torch, policy.partition("=")[2])}
     assert runs[policy].dtype == torch.float32
     assert torch.allclose(runs[policy], runs[""], atol=0.1)
@@ -408,7 +408,7 @@ def test_a_run_that_fails_leaves_an_fp32_module():
         fitted(plugin, module)
     assert plugin.session is None
     assert {param.dtype for param in module.parameters()} == {torch.float32}
-    assert not any(each._forward_pre_hooks for each in module.modules())
+    assert not any(part._forward_pre_hooks for part in module.modules())
     assert "_mezzo_prepared" not in vars(module)
 
 

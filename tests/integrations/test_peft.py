@@ -92,17 +92,17 @@ def in_a_trainer(hf, model, optimizer, policy, where):
     return next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry), masters
 
 
-@pytest.mark.parametrize("way, policy, kind", [
+@pytest.mark.parametrize("way, policy, optimizer_class", [
     (in_a_loop, "O2,dtype=float16", torch.optim.AdamW),
     (in_a_trainer, "O2,dtype=bfloat16", mezzo.optim.AdamW),
 ])  # fmt: skip
-def test_adapters_train_as_in_fp32_and_load_in_plain_peft(hf, peft, anew, way, policy, kind, tmp_path):
+def test_adapters_train_as_in_fp32_and_load_in_plain_peft(hf, peft, anew, way, policy, optimizer_class, tmp_path):
     results = {}
     for name in ("", policy):
         hf.forget()
         model = adapted(hf, peft)
         begun = copy.deepcopy(model.state_dict())
-        made = (kind if name else torch.optim.AdamW)(trained(model), lr=0.02, weight_decay=0.0)
+        made = (optimizer_class if name else torch.optim.AdamW)(trained(model), lr=0.02, weight_decay=0.0)
         results[name], masters = way(hf, model, made, name, tmp_path / (name or "fp32"))
     assert results[policy] == pytest.approx(results[""], rel=0.01)
     assert len(masters) == len(adapters(model)) == 6

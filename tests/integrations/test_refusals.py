@@ -66,8 +66,8 @@ class Given:
         self.of.forget()
         self.attach(self.of.accelerate.Accelerator(cpu=True, **options))
 
-    def attach_beside(self, kind):
-        self.monkeypatch.setattr(self.accelerator.state, "distributed_type", self.of.accelerate.DistributedType(kind))
+    def attach_beside(self, engine):
+        self.monkeypatch.setattr(self.accelerator.state, "distributed_type", self.of.accelerate.DistributedType(engine))
         self.attach()
 
     def attach_beside_a_scaler(self):
@@ -78,8 +78,8 @@ class Given:
         return self.of.to_transformers.plug(trainer or trainer_of(self.of), policy, **options)
 
     def plug_beside_engines(self):
-        trainer, kind = trainer_of(self.of), self.of.accelerate.DistributedType("DEEPSPEED")
-        self.monkeypatch.setattr(trainer.accelerator.state, "distributed_type", kind)
+        trainer, engine = trainer_of(self.of), self.of.accelerate.DistributedType("DEEPSPEED")
+        self.monkeypatch.setattr(trainer.accelerator.state, "distributed_type", engine)
         self.plug(trainer)
 
     def plug_on_several_gpus(self):
@@ -188,8 +188,8 @@ def test_a_sharded_model_is_refused(of, alone, bridge):
     [("lightning", "lightning>=2"), ("accelerate", "accelerate>=1"), ("transformers", "transformers>=4")],
 )
 def test_an_absent_framework_is_named(of, monkeypatch, name, install):
-    for each in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
-        monkeypatch.delitem(sys.modules, each)
+    for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"mezzo.integrations.{name}")
     with pytest.raises(UnsupportedError, match=rf'pip install .*"{install}'):

@@ -27,9 +27,9 @@ pytestmark = [
 
 @pytest.fixture
 def made(hf, tmp_path):
-    """A Trainer over a GPT-2 of one layer, that learns to count; its class is ``kind``."""
+    """A Trainer over a GPT-2 of one layer, that learns to count; its class is ``trainer_class``."""
 
-    def make(optimizer="torch", kind=None, dropout=0.0, overflow_at=(), **options):
+    def make(optimizer="torch", trainer_class=None, dropout=0.0, overflow_at=(), **options):
         torch.manual_seed(0)
         sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": 32, "n_positions": 16}
         drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
@@ -48,7 +48,7 @@ def made(hf, tmp_path):
         rest = {}
         if optimizer == "mezzo":
             rest["optimizers"] = (mezzo.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0), None)
-        return (kind or hf.of.Trainer)(model, args, train_dataset=data, eval_dataset=data[:16], **rest)
+        return (trainer_class or hf.of.Trainer)(model, args, train_dataset=data, eval_dataset=data[:16], **rest)
 
     return make
 
@@ -203,8 +203,8 @@ def test_clipping_is_of_unscaled_gradients(hf, made):
         trainer = made(max_steps=2, max_grad_norm=1e-3, optim="sgd", learning_rate=1.0)
         unclipped = made(max_steps=1, max_grad_norm=0.0)
         start = flat(trainer.model.parameters())
-        for each in (trainer, unclipped):
-            (each if policy is None else hf.plug(each, policy)).train()
+        for either in (trainer, unclipped):
+            (either if policy is None else hf.plug(either, policy)).train()
         moved.append(flat(trainer.model.parameters()) - start)
         norms.append(logged(unclipped, "grad_norm"))
         assert norms[-1] == pytest.approx(norms[0], rel=0.02)
@@ -225,7 +225,8 @@ def test_a_class_of_ones_own(hf, made):
             loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
             return (loss, {"logits": logits}) if return_outputs else loss
 
-    plain, plugged = made(kind=Own, max_steps=2), hf.plug(made(kind=Own, max_steps=2), "O2,dtype=bfloat16")
+    plain = made(trainer_class=Own, max_steps=2)
+    plugged = hf.plug(made(trainer_class=Own, max_steps=2), "O2,dtype=bfloat16")
     for trainer in (plain, plugged):
         trainer.train()
     assert isinstance(plugged, Own)

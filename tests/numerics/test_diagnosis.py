@@ -18,18 +18,19 @@ pytestmark = pytest.mark.usefixtures("emulating")
 
 def made(policy=None, dtype=None, skipped=False, step=1, **tensors):
     """Evidence of one step: values by kind, each of a module called after them."""
-    found = tuple(
+    recorded_tensors = tuple(
         RecordedTensor(
-            kind=kind, module=f"the.{kind}", name="output" if kind.startswith("activation") else "weight",
+            kind=tensor_kind, module=f"the.{tensor_kind}",
+            name="output" if tensor_kind.startswith("activation") else "weight",
             dtype=dtype or "float32", histogram=exponent_histogram(values),
         )
-        for kind, values in tensors.items()
+        for tensor_kind, values in tensors.items()
     )  # fmt: skip
     header = EvidenceHeader(
         mezzo="0.1.0", model="Net", policy=policy, compute_dtype=dtype, loss_scale="none", every=1,
         kinds=tuple(tensors), formats=(), modules=(RecordedModule(path="the", type="Linear"),),
     )  # fmt: skip
-    recorded = RecordedStep(step=step, loss_scales=(), skipped=skipped, tensors=found)
+    recorded = RecordedStep(step=step, loss_scales=(), skipped=skipped, tensors=recorded_tensors)
     return Evidence(header=header, steps=(recorded,), num_steps=step)
 
 
@@ -113,11 +114,13 @@ def test_the_bands_are_those_of_powers_of_two():
 
 
 def test_what_overflows_without_a_loss_scale_is_named_and_bf16_is_what_to_write():
-    for kind, name in (("weights", "the.weights.weight"), ("activations", "the.activations")):
-        evidence = made(**{"weights": ONES, "activations": ONES, kind: ONES * 1e5})
+    for tensor_kind, name in (("weights", "the.weights.weight"), ("activations", "the.activations")):
+        evidence = made(**{"weights": ONES, "activations": ONES, tensor_kind: ONES * 1e5})
         (step,) = evidence.steps
-        outer = dataclasses.replace(step.tensors[kind == "activations"], module="the")  # hands it on
-        step = dataclasses.replace(step, tensors=(outer, *step.tensors) if kind == "activations" else step.tensors)
+        outer = dataclasses.replace(step.tensors[tensor_kind == "activations"], module="the")  # hands it on
+        step = dataclasses.replace(
+            step, tensors=(outer, *step.tensors) if tensor_kind == "activations" else step.tensors
+        )
         diagnosis = diagnose(dataclasses.replace(evidence, steps=(step,)))
         answer = diagnosis.formats[0]
         assert answer.line == (
@@ -149,13 +152,13 @@ def test_a_diagnosis_prints_in_words():
     assert first == "All gradients are zero without a loss scale."
     assert rest[0] == "  where  1 tensors in float16, 100 % of their values zero"
     assert rest[2].startswith('  write  policy="O1,dtype=float16,loss_scale=dynamic(init=2**24)')
-    assert {each.line for each in flushed.formats} <= set(rest)
+    assert {row.line for row in flushed.formats} <= set(rest)
     assert last.startswith(f'policy="{flushed.policy}"   # The loss scale moves')
     safe = diagnose(made(weights=ONES, activations=ONES, weight_gradients=ONES))  # in FP32: the line says why already
-    assert str(safe).splitlines() == [*(each.line for each in safe.formats), *safe.lines, f'policy="{safe.policy}"']
+    assert str(safe).splitlines() == [*(row.line for row in safe.formats), *safe.lines, f'policy="{safe.policy}"']
     plain = json.loads(json.dumps(safe.to_dict()))
     assert plain["policy"] == "O1,dtype=float16,loss_scale=dynamic(init=32768)"
-    assert [each["format"] for each in plain["formats"]] == ["float16", "bfloat16", "float8_e4m3fn+float8_e5m2"]
+    assert [row["format"] for row in plain["formats"]] == ["float16", "bfloat16", "float8_e4m3fn+float8_e5m2"]
     assert str(diagnose(dataclasses.replace(made(), steps=()))) == "No step was recorded."
     assert diagnose(made()).lines == ("The recorded steps had no tensor of 32 bits or less.",)
     torchs = diagnose(made(dtype="float16", weight_gradients=torch.zeros(100)))
@@ -164,19 +167,19 @@ def test_a_diagnosis_prints_in_words():
 
 def test_masks_are_no_fault_and_nans_are():
     mask = torch.cat([ONES, torch.full((10,), -float("inf"))])
-    found = diagnose(made(weights=ONES, activations=mask, weight_gradients=ONES))
-    assert [alert.level for alert in found.alerts] == ["warn"]
-    assert found.formats[0].is_safe
-    found = diagnose(made(weights=ONES, activations=torch.cat([ONES, torch.full((10,), float("nan"))])))
-    assert [alert.level for alert in found.alerts] == ["bad"]
-    assert found.formats == ()  # they would say nothing of formats
-    assert found.alerts[0].what == "10 activations are infinite or NaN at step 1."
-    assert "whatever the format" in found.alerts[0].why
+    diagnosis = diagnose(made(weights=ONES, activations=mask, weight_gradients=ONES))
+    assert [alert.level for alert in diagnosis.alerts] == ["warn"]
+    assert diagnosis.formats[0].is_safe
+    diagnosis = diagnose(made(weights=ONES, activations=torch.cat([ONES, torch.full((10,), float("nan"))])))
+    assert [alert.level for alert in diagnosis.alerts] == ["bad"]
+    assert diagnosis.formats == ()  # they would say nothing of formats
+    assert diagnosis.alerts[0].what == "10 activations are infinite or NaN at step 1."
+    assert "whatever the format" in diagnosis.alerts[0].why
 
 
 def test_activations_near_the_end_of_fp16_are_a_warning_and_a_healthy_run_keeps_its_policy():
-    found = diagnose(made(policy="O1,dtype=float16", dtype="float16", weights=ONES, activations=ONES * 40000))
-    assert [(alert.level, alert.what) for alert in found.alerts] == [
+    diagnosis = diagnose(made(policy="O1,dtype=float16", dtype="float16", weights=ONES, activations=ONES * 40000))
+    assert [(alert.level, alert.what) for alert in diagnosis.alerts] == [
         ("warn", "Activations reach 61 % of FP16's range.")
     ]
     assert diagnose(made(dtype="float16", activations=ONES * 4000)).alerts == ()
@@ -200,13 +203,13 @@ def trained(policy, lr=1e-3, size=1.0, steps=3, optimizer=torch.optim.AdamW):
 
 
 def test_weights_that_do_not_move_are_found_and_fp32_ones_move():
-    found = trained("O3,dtype=bfloat16,emulate=true", lr=1e-5)
-    assert found.alerts[0].level == "bad"
-    assert found.alerts[0].what.endswith("of the weights with a gradient did not move.")
-    assert "BF16" in found.alerts[0].why
-    assert found.policy == Policy.O2("bfloat16", emulate=True)
-    assert not any("swallow" in line for line in found.lines)  # the updates that are left were not
-    cured = trained(found.policy, lr=1e-5)
+    diagnosis = trained("O3,dtype=bfloat16,emulate=true", lr=1e-5)
+    assert diagnosis.alerts[0].level == "bad"
+    assert diagnosis.alerts[0].what.endswith("of the weights with a gradient did not move.")
+    assert "BF16" in diagnosis.alerts[0].why
+    assert diagnosis.policy == Policy.O2("bfloat16", emulate=True)
+    assert not any("swallow" in line for line in diagnosis.lines)  # the updates that are left were not
+    cured = trained(diagnosis.policy, lr=1e-5)
     assert cured.alerts == ()
     assert any(line.startswith("Weights stored in BF16 alone swallow ") for line in cured.lines)
 
@@ -231,13 +234,13 @@ def learning(policy, size, lr=1e-2):
 
 @pytest.mark.parametrize("policy, size", [("O2,dtype=float16,loss_scale=1", 2.0**-16), ("O0", 2.0**-28)])
 def test_gradients_that_fp16_flushes_are_found_and_the_suggested_scale_teaches(policy, size):
-    _, found = learning(policy, size)
+    _, diagnosis = learning(policy, size)
     if policy != "O0":
-        assert [alert.level for alert in found.alerts] == ["bad"]
-        assert "without a loss scale" in found.alerts[0].what
-        assert f'policy="{found.policy}"' == found.alerts[0].write
-    assert found.policy.dtype == torch.float16
-    cured, rest = learning(found.policy, size)
+        assert [alert.level for alert in diagnosis.alerts] == ["bad"]
+        assert "without a loss scale" in diagnosis.alerts[0].what
+        assert f'policy="{diagnosis.policy}"' == diagnosis.alerts[0].write
+    assert diagnosis.policy.dtype == torch.float16
+    cured, rest = learning(diagnosis.policy, size)
     assert cured < 0.1
     assert not any(alert.level == "bad" for alert in rest.alerts)
 
@@ -245,12 +248,12 @@ def test_gradients_that_fp16_flushes_are_found_and_the_suggested_scale_teaches(p
 def test_activations_that_fp16_cannot_hold_are_what_bf16_is_for():
     spoilt = torch.cat([ONES, torch.full((5,), float("inf"))])
     for policy in ("O1,dtype=float16", "O2,dtype=float16,emulate=true"):
-        found = diagnose(made(policy=policy, dtype="float16", skipped=True, activations=spoilt))
-        assert "FP16 ends at 65504" in found.alerts[0].why
-        assert found.policy == Policy.parse(policy.replace("float16", "bfloat16"))
+        diagnosis = diagnose(made(policy=policy, dtype="float16", skipped=True, activations=spoilt))
+        assert "FP16 ends at 65504" in diagnosis.alerts[0].why
+        assert diagnosis.policy == Policy.parse(policy.replace("float16", "bfloat16"))
     assert diagnose(made(policy="O1", dtype="bfloat16", skipped=True, activations=spoilt)).policy is None
-    found = diagnose(made(policy="O3,dtype=float16", dtype="float16", skipped=True, activations=spoilt))
-    assert found.policy == Policy.O1("bfloat16")
+    diagnosis = diagnose(made(policy="O3,dtype=float16", dtype="float16", skipped=True, activations=spoilt))
+    assert diagnosis.policy == Policy.O1("bfloat16")
     assert diagnose(made(policy="O0", dtype="float32", weights=spoilt)).policy is None
 
 
@@ -286,12 +289,12 @@ def steep(policy, factor, steps=8, sick=()):
 
 
 def test_where_all_steps_are_skipped_it_is_said_and_nothing_of_formats():
-    found = diagnose(steep("O2,dtype=float16,emulate=true", 1e6))
-    (alert,) = found.alerts
+    diagnosis = diagnose(steep("O2,dtype=float16,emulate=true", 1e6))
+    (alert,) = diagnosis.alerts
     assert (alert.level, alert.what) == ("bad", "All recorded steps were skipped.")
     assert alert.where == "gradient of the output of 1.1 (float16)"
     assert "the last ones at loss scale 512:" in alert.why
-    assert (found.formats, found.policy) == ((), None)
+    assert (diagnosis.formats, diagnosis.policy) == ((), None)
     # What a scale skips until it fits is no fault.
     assert diagnose(steep("O1,dtype=float16,emulate=true", 4.0, sick=(3,))).alerts == ()
 
@@ -312,8 +315,8 @@ def plain(dtype, factor, steps=3):
 
 
 def test_gradients_that_reach_the_weights_are_found_where_they_begin():
-    found = diagnose(plain(torch.float16, 1e6))
-    (alert,) = found.alerts
+    diagnosis = diagnose(plain(torch.float16, 1e6))
+    (alert,) = diagnosis.alerts
     assert alert.level == "bad"
     assert alert.what.endswith("gradients are infinite or NaN at step 1.")
     assert alert.where.startswith("gradient of the output of 1.1 (float16), and ")
@@ -331,21 +334,21 @@ def test_a_mask_in_an_early_step_does_not_hide_what_spoils_a_later_one():
         steps.append(made(dtype=policy and "float16", step=3, **last))
         returned = dataclasses.replace(steps[0].steps[0].tensors[0], kind="activations", module="", name="output")
         steps = tuple(
-            dataclasses.replace(each.steps[0], skipped=bool(policy), tensors=(*each.steps[0].tensors, returned))
-            for each in steps
+            dataclasses.replace(evidence.steps[0], skipped=bool(policy), tensors=(*evidence.steps[0].tensors, returned))
+            for evidence in steps
         )
         return diagnose(dataclasses.replace(made(policy=policy, dtype=policy and "float16"), steps=steps))
 
     assert [alert.level for alert in run(None, weights=ONES, activations=mask).alerts] == ["warn"]
-    found = run(None, weights=spoilt, activations=mask).alerts[0]
-    assert (found.level, found.what) == ("bad", "1 weights are infinite or NaN at step 3.")
+    alert = run(None, weights=spoilt, activations=mask).alerts[0]
+    assert (alert.level, alert.what) == ("bad", "1 weights are infinite or NaN at step 3.")
     # Where steps are skipped for the sake of the scale, infinities of the mask are not why.
-    found = run("O1,dtype=float16,loss_scale=2**22", weights=ONES, weight_gradients=torch.full((1,), float("inf")))
-    assert [(alert.level, alert.what) for alert in found.alerts] == [
+    diagnosis = run("O1,dtype=float16,loss_scale=2**22", weights=ONES, weight_gradients=torch.full((1,), float("inf")))
+    assert [(alert.level, alert.what) for alert in diagnosis.alerts] == [
         ("bad", "All recorded steps were skipped."),
         ("warn", "4 activations are infinite or NaN at step 1."),
     ]
     # What an optimizer computes in FP16 may break weights, and FP32 values save them.
-    found = diagnose(made(policy="O3,dtype=float16", dtype="float16", weights=spoilt))
-    assert "weights are infinite or NaN" in found.alerts[0].what
-    assert found.policy == Policy.O2("float16")
+    diagnosis = diagnose(made(policy="O3,dtype=float16", dtype="float16", weights=spoilt))
+    assert "weights are infinite or NaN" in diagnosis.alerts[0].what
+    assert diagnosis.policy == Policy.O2("float16")

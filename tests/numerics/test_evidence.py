@@ -15,10 +15,10 @@ def values(seed, count=500):
     return torch.cat([torch.randn(count, generator=generator) * 2.0 ** (seed - 20), SPECIAL])
 
 
-def recorded(kind, module, name, seed):
+def recorded(tensor_kind, module, name, seed):
     lost = SwallowedUpdates(updated=seed + 3, swallowed={"float16": seed, "bfloat16": 2}, beyond=1)
-    options = {"histogram": exponent_histogram(values(seed)), "swallowed": lost if kind == "updates" else None}
-    return RecordedTensor(kind=kind, module=module, name=name, dtype="float16", **options)
+    options = {"histogram": exponent_histogram(values(seed)), "swallowed": lost if tensor_kind == "updates" else None}
+    return RecordedTensor(kind=tensor_kind, module=module, name=name, dtype="float16", **options)
 
 
 def example(**changes):
@@ -65,9 +65,10 @@ def counted(*seeds):
 
 
 def test_kinds_are_known_in_every_spelling():
-    for kind in KINDS:
-        for name in (kind, kind.removesuffix("s"), kind.replace("_", "-"), f" {kind.replace('_', ' ').title()} "):
-            assert kind_of(name) == kind, name
+    for tensor_kind in KINDS:
+        title = f" {tensor_kind.replace('_', ' ').title()} "
+        for name in (tensor_kind, tensor_kind.removesuffix("s"), tensor_kind.replace("_", "-"), title):
+            assert kind_of(name) == tensor_kind, name
 
 
 def test_histograms_are_summed_over_modules_steps_and_kinds():
@@ -100,5 +101,5 @@ def test_a_file_gives_back_what_was_written_and_of_a_killed_run_all_whole_lines(
     text = (tmp_path / FILE).read_text()
     for end in ("\n", text.splitlines()[2][:-1], '{"step"'):
         (tmp_path / FILE).write_text("".join(text.splitlines(keepends=True)[:2]) + end.rstrip("\n"))
-        found = read_evidence(tmp_path)
-        assert [step.step for step in found.steps] == [1], end
+        read_back = read_evidence(tmp_path)
+        assert [step.step for step in read_back.steps] == [1], end

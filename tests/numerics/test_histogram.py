@@ -17,7 +17,7 @@ SPECIAL = torch.tensor(
 
 
 #: The formats that values are stored in without a scale.
-ALONE = {name: each for name, each in formats.FORMATS.items() if each not in (formats.E2M1, formats.E8M0)}
+ALONE = {name: fmt for name, fmt in formats.FORMATS.items() if fmt not in (formats.E2M1, formats.E8M0)}
 
 
 def any_bits(count, seed):
@@ -93,27 +93,27 @@ def test_coverage_is_that_of_the_tensor_or_says_that_it_is_interpolated():
     narrow = [torch.randn(4000, generator=torch.Generator().manual_seed(k)) * 2.0**k for k in (-12, 0, 6)]
     exponents = torch.randint(-149, 128, (4000,), generator=torch.Generator().manual_seed(0))
     powers = torch.exp2(exponents.double()).float()
-    near = torch.full((1000,), 60000.0)
-    near[7] = 65520.0  # which is known to overflow, whatever is interpolated
-    samples = (wide, *narrow, powers, torch.cat([powers, SPECIAL[:10]]), near, torch.full((1000,), 65519.0))
+    nearly_full = torch.full((1000,), 60000.0)
+    nearly_full[7] = 65520.0  # which is known to overflow, whatever is interpolated
+    samples = (wide, *narrow, powers, torch.cat([powers, SPECIAL[:10]]), nearly_full, torch.full((1000,), 65519.0))
     exact = dict.fromkeys(ALONE, 0)
     for name, target in ALONE.items():
         for number, values in enumerate(samples):
             for scale in (1.0, 8.0, 2.0**-20, 2.0**15, 3.7):
-                counted, told = target.coverage(values, scale), exponent_histogram(values).coverage(target, scale)
-                exact[name] += told.exact
-                assert told == counted or not told.exact, (name, number, scale)
-                assert (told.overflow > 0) == (counted.overflow > 0), (name, number, scale)
-                assert (told.zero, told.nan, told.total) == (counted.zero, counted.nan, counted.total)
-                parts = (told.zero, told.underflow, told.subnormal, told.normal, told.overflow, told.nan)
+                counted, guess = target.coverage(values, scale), exponent_histogram(values).coverage(target, scale)
+                exact[name] += guess.exact
+                assert guess == counted or not guess.exact, (name, number, scale)
+                assert (guess.overflow > 0) == (counted.overflow > 0), (name, number, scale)
+                assert (guess.zero, guess.nan, guess.total) == (counted.zero, counted.nan, counted.total)
+                parts = (guess.zero, guess.underflow, guess.subnormal, guess.normal, guess.overflow, guess.nan)
                 assert min(parts) >= 0
-                assert sum(parts) == told.total
+                assert sum(parts) == guess.total
                 # Interpolation goes wrong by what is in the limit's bin at the most, and where values lie evenly in
                 # a bin, as in `wide`, by some standard deviations of a few values.
                 for part, limit in (("underflow", target.smallest_subnormal / 2), ("overflow", target.max)):
                     inside = exponent_histogram(values).count(math.frexp(limit / scale)[1] - 1)
                     allowed = min(inside, 12) if values is wide else inside
-                    assert abs(getattr(told, part) - getattr(counted, part)) <= allowed, (name, number, scale, part)
+                    assert abs(getattr(guess, part) - getattr(counted, part)) <= allowed, (name, number, scale, part)
     assert min(exact.values()) >= 8
 
 
@@ -160,8 +160,8 @@ def updates(wide):
     special = torch.tensor([*special, 2.0**-25, 2.0**-149, 2.0**-133])
     # In small parts: a sum over them would hide two faults that cancel out.
     pairs = (
-        each.reshape(-1).split(1 if wide == torch.float32 else 17)
-        for each in torch.meshgrid(special, special, indexing="ij")
+        values.reshape(-1).split(1 if wide == torch.float32 else 17)
+        for values in torch.meshgrid(special, special, indexing="ij")
     )
     yield from zip(*pairs, strict=True)
 

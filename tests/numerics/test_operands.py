@@ -116,8 +116,8 @@ def run(policy="nvfp4_module=middle", steps=1, *, passes=1, record=True, again=N
 
 
 def of(evidence, role, step=0):
-    (found,) = [each for each in evidence.steps[step].operands if each.role == role]
-    return found
+    (row,) = [row for row in evidence.steps[step].operands if row.role == role]
+    return row
 
 
 @pytest.mark.parametrize("tricks", ["none", "rht"])
@@ -129,31 +129,31 @@ def test_gradient_and_noise_are_those_of_float64_summed_over_passes_and_unscaled
         low = torch.bfloat16 if scale == "bf16" else torch.float16
         x, gradient = x.to(low), gradient.to(low)
         x, gradient = (rotated(x), rotated(gradient)) if tricks == "rht" else (x, gradient)
-        kept, became = (quantize(each, "nvfp4", dim=0).wide().double() for each in (x, gradient))
+        kept, became = (quantize(tensor, "nvfp4", dim=0).wide().double() for tensor in (x, gradient))
         exact += gradient.double().mT @ kept
         noise += (became - gradient.double()).mT @ kept
     factor = 1.0 if scale == "bf16" else 2.0**-10
-    found = of(evidence, "gradient")
+    row = of(evidence, "gradient")
     assert len(seen) == 2
-    assert found.gradient_norm == pytest.approx(exact.norm().item() * factor, rel=1e-5)
-    assert found.noise_norm == pytest.approx(noise.norm().item() * factor, rel=1e-4)
-    assert found.below_noise == (exact.norm() < math.sqrt(3) * noise.norm()).item()
+    assert row.gradient_norm == pytest.approx(exact.norm().item() * factor, rel=1e-5)
+    assert row.noise_norm == pytest.approx(noise.norm().item() * factor, rel=1e-4)
+    assert row.below_noise == (exact.norm() < math.sqrt(3) * noise.norm()).item()
     counted = [losses(gradient.to(low), quantize(gradient.to(low), "nvfp4", 1)) for _, gradient in seen]
     for _, gradient in seen:
         gradient = rotated(gradient.to(low)) if tricks == "rht" else gradient.to(low)
         counted.append(losses(gradient, quantize(gradient, "nvfp4", 0)))
-    assert [found.elements, found.saturated, found.flushed] == torch.stack(counted).sum(0).tolist()
+    assert [row.elements, row.saturated, row.flushed] == torch.stack(counted).sum(0).tolist()
 
 
 def test_calls_count_once_where_gradients_come_back_through_them_whatever_runs_again():
     for again in (None, "reentrant", "other"):
         _, evidence, _ = run("mxfp8_module=middle", again=again, steps=2)
-        held = {(step.step, each.role): each.elements for step in evidence.steps for each in step.operands}
+        counts = {(step.step, row.role): row.elements for step in evidence.steps for row in step.operands}
         # Once along each dimension.
         sizes = {"activation": 32 * 32, "weight": 64 * 32, "gradient": 32 * 64}
-        assert held == {(step, role): 2 * size for step in (1, 2) for role, size in sizes.items()}, again
-        assert {each.path for each in evidence.header.modules} >= {"middle"}
-        assert [(each.module, each.name) for each in evidence.steps[0].operands] == [("middle", "weight")] * 3
+        assert counts == {(step, role): 2 * size for step in (1, 2) for role, size in sizes.items()}, again
+        assert {module.path for module in evidence.header.modules} >= {"middle"}
+        assert [(row.module, row.name) for row in evidence.steps[0].operands] == [("middle", "weight")] * 3
 
 
 def test_recording_changes_no_bit_and_what_is_not_quantised_has_nothing():
@@ -174,9 +174,9 @@ def test_kinds_choose_operands_as_they_choose_tensors():
         (("activations",), {"activation"}), (("weights", "updates"), {"weight"}),
         (("activation_gradients",), {"gradient"}), (("updates",), set()),
     ):  # fmt: skip
-        found = run(kinds=kinds)[1].steps[0].operands
-        assert {each.role for each in found} == roles, kinds
-        assert all(each.noise_norm is None for each in found)
+        rows = run(kinds=kinds)[1].steps[0].operands
+        assert {row.role for row in rows} == roles, kinds
+        assert all(row.noise_norm is None for row in rows)
     both = run(kinds=("weight_gradients", "activation_gradients"))[1]
     assert of(both, "gradient").noise_norm > 0
 
@@ -201,7 +201,7 @@ def test_shares_of_several_steps_and_of_a_module_and_round_trips(tmp_path):
     assert (gradient.role, gradient.saturated, gradient.flushed, gradient.steps) == ("gradient", 0.03, 0.06, 3)
     assert gradient.below_noise == 1 / 3  # 0.58 is more than 1/√3
     assert (gradient.noise, weights.noise) == (pytest.approx((0.5 + 0.58 + 0.6 / 1.1) / 3), None)
-    assert [each.saturated for each in made.operands(step="newest")] == [0.05]
+    assert [row.saturated for row in made.operands(step="newest")] == [0.05]
     assert len(made.operands(step=11)) == 2
     for norms in ({"noise_norm": math.nan}, {"gradient_norm": math.inf}, {"gradient_norm": 0.0}):  # of a skipped step
         assert (operand(1, **norms).noise, operand(1, **norms).below_noise) == (None, None), norms

@@ -61,8 +61,8 @@ def by_hand(*tensors):
     return ExponentHistogram.total_of(exponent_histogram(tensor) for tensor in tensors).numbers
 
 
-def held(evidence, kind, step=1):
-    return {t.path: t.histogram.numbers for t in evidence.tensors(kind, step=step)}
+def numbers_of(evidence, tensor_kind, step=1):
+    return {t.path: t.histogram.numbers for t in evidence.tensors(tensor_kind, step=step)}
 
 
 def is_bare(model, *optimizers):
@@ -112,7 +112,7 @@ def values(model):
 
 
 def test_all_kinds_of_a_plain_loop_are_those_kept_by_hand():
-    model, kept = net(), {kind: {} for kind in KINDS}
+    model, kept = net(), {tensor_kind: {} for tensor_kind in KINDS}
     optimizer = adamw(model)
     (x,) = batches(1)
 
@@ -140,8 +140,9 @@ def test_all_kinds_of_a_plain_loop_are_those_kept_by_hand():
         optimizer.zero_grad()
         recorder.step()
     # In place: the gradient at up's output is that from before the activation.
-    for kind in KINDS:
-        assert held(recorder.evidence, kind) == {n: by_hand(t) for n, t in kept[kind].items()}, kind
+    for tensor_kind in KINDS:
+        expected = {name: by_hand(tensor) for name, tensor in kept[tensor_kind].items()}
+        assert numbers_of(recorder.evidence, tensor_kind) == expected, tensor_kind
     for name, before in kept["weights"].items():
         lost = recorder.swallowed(*name.rpartition(".")[::2][:1], name=name.rpartition(".")[2])
         for target in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
@@ -176,24 +177,26 @@ def test_a_loop_of_torchs_scaler_is_recorded_unscaled(fused):
     assert evidence.header.loss_scale == "given"
     assert [step.loss_scales for step in evidence.steps] == [(2.0**10,), (2.0**11,), (2.0**10,)]
     assert [step.skipped for step in evidence.steps] == [False, True, False]
-    for kind in ("weight_gradients", "activation_gradients"):
-        histogram = evidence.histogram(kind, "head", step=1)
-        assert histogram.max_abs < 2, kind
-        assert evidence.histogram(kind, "head", step=2).nans + evidence.histogram(kind, "head", step=2).infs, kind
-    assert held(evidence, "weight_gradients") == {n: by_hand(p.grad) for n, p in plain.named_parameters()}
+    for tensor_kind in ("weight_gradients", "activation_gradients"):
+        histogram = evidence.histogram(tensor_kind, "head", step=1)
+        assert histogram.max_abs < 2, tensor_kind
+        skipped = evidence.histogram(tensor_kind, "head", step=2)
+        assert skipped.nans + skipped.infs, tensor_kind
+    assert numbers_of(evidence, "weight_gradients") == {n: by_hand(p.grad) for n, p in plain.named_parameters()}
     with pytest.raises(StateError, match="step 2 was skipped"):
         evidence.histogram("updates", step=2)
 
 
 @pytest.mark.parametrize(
-    "kind, dtype", [(torch.optim.AdamW, "float16"), (torch.optim.LBFGS, "bfloat16"), (mezzo.optim.AdamW, "bfloat16")]
+    "make, dtype",
+    [(torch.optim.AdamW, "float16"), (torch.optim.LBFGS, "bfloat16"), (mezzo.optim.AdamW, "bfloat16")],
 )
-def test_weights_in_halves_have_updates_in_fp32_without_a_session(kind, dtype):
+def test_weights_in_halves_have_updates_in_fp32_without_a_session(make, dtype):
     """The FP32 values are those of a state dict."""
     model = net(lambda: nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3)))
     model[1].weight.requires_grad_(False)
     mezzo.prepare(model, f"O2,dtype={dtype}")
-    optimizer = kind(model.parameters(), lr=1e-2 if kind is torch.optim.LBFGS else 1e-5)  # which stops below
+    optimizer = make(model.parameters(), lr=1e-2 if make is torch.optim.LBFGS else 1e-5)  # which stops below
     with Recorder(model, optimizer, every=1) as recorder:
         for x in batches(2):
 
@@ -209,9 +212,11 @@ def test_weights_in_halves_have_updates_in_fp32_without_a_session(kind, dtype):
     after = model.state_dict()
     updates = {name: after[name] - before[name] for name in after if name != "1.weight"}
     assert all(update.count_nonzero() for update in updates.values())
-    assert held(recorder.evidence, "updates", step=2) == {name: by_hand(update) for name, update in updates.items()}
-    assert held(recorder.evidence, "weights", step=2) == {name: by_hand(value) for name, value in before.items()}
-    assert {each.dtype for each in recorder.evidence.tensors("weights", step=2)} == {"float32"}
+    assert numbers_of(recorder.evidence, "updates", step=2) == {
+        name: by_hand(update) for name, update in updates.items()
+    }
+    assert numbers_of(recorder.evidence, "weights", step=2) == {name: by_hand(value) for name, value in before.items()}
+    assert {tensor.dtype for tensor in recorder.evidence.tensors("weights", step=2)} == {"float32"}
 
 
 # Sessions ---------------------------------------------------------------------------------------------------
@@ -231,8 +236,8 @@ def test_a_session_tells_of_its_steps_by_itself(name):
         amp.step()
         amp.zero_grad()
         recorder.step()  # told already
-    for kind in KINDS:
-        assert held(second.evidence, kind) == held(recorder.evidence, kind), kind
+    for tensor_kind in KINDS:
+        assert numbers_of(second.evidence, tensor_kind) == numbers_of(recorder.evidence, tensor_kind), tensor_kind
     after = values(model)
     unrecorded, _, other = session(name, max_grad_norm=1e-2)
     backward(other, unrecorded, x)
@@ -244,9 +249,9 @@ def test_a_session_tells_of_its_steps_by_itself(name):
     names = [n for n, _ in model.named_parameters()]
     evidence = recorder.evidence
     assert evidence.num_steps == 1
-    assert held(evidence, "weight_gradients") == {n: by_hand(p.grad) for n, p in twin.named_parameters()}
-    assert held(evidence, "weights") == {n: by_hand(v) for n, v in zip(names, before, strict=True)}
-    assert held(evidence, "updates") == {
+    assert numbers_of(evidence, "weight_gradients") == {n: by_hand(p.grad) for n, p in twin.named_parameters()}
+    assert numbers_of(evidence, "weights") == {n: by_hand(v) for n, v in zip(names, before, strict=True)}
+    assert numbers_of(evidence, "updates") == {
         n: by_hand(b.float() - a.float()) for n, a, b in zip(names, before, after, strict=True)
     }
     header = evidence.header
@@ -341,8 +346,8 @@ def test_a_loss_scale_may_be_a_number():
         model = net()
         with Recorder(model, optimizer := adamw(model), loss_scale=given) as recorder:
             train(recorder, model, optimizer, 1, scale=4.0)
-        found = held(recorder.evidence, "weight_gradients")
-        assert found == {name: by_hand(param.grad) for name, param in plain.named_parameters()}
+        counted = numbers_of(recorder.evidence, "weight_gradients")
+        assert counted == {name: by_hand(param.grad) for name, param in plain.named_parameters()}
         assert recorder.evidence.steps[0].loss_scales == (4.0,)
 
 
@@ -373,15 +378,15 @@ def test_what_checkpointing_runs_again_is_counted_once(reentrant):
         def forward(self, x):
             return self[2](checkpoint(self[1], self[0](x), use_reentrant=reentrant))
 
-    def recorded(kind):
-        model = net(lambda: kind(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 1)))
+    def recorded(block_class):
+        model = net(lambda: block_class(nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 1)))
         with Recorder(model, optimizer := adamw(model)) as recorder:
             train(recorder, model, optimizer, 1)
         return recorder.evidence
 
-    found, expected = recorded(Checkpointed), recorded(nn.Sequential)
-    for kind in KINDS:
-        assert held(found, kind) == held(expected, kind), kind
+    evidence, expected = recorded(Checkpointed), recorded(nn.Sequential)
+    for tensor_kind in KINDS:
+        assert numbers_of(evidence, tensor_kind) == numbers_of(expected, tensor_kind), tensor_kind
 
 
 def test_evaluation_is_not_counted_whether_gradients_are_off_or_not():
@@ -440,13 +445,13 @@ def test_shared_modules_tied_weights_and_what_cannot_be_counted():
     evidence = recorder.evidence
     assert evidence.histogram("activations", "one").total == 2 * 4 * 6
     assert evidence.histogram("activations", "again").numbers == evidence.histogram("activations", "one").numbers
-    assert set(held(evidence, "activations")) == {"embed.output", "one.output", "head.output"}
+    assert set(numbers_of(evidence, "activations")) == {"embed.output", "one.output", "head.output"}
     assert evidence.histogram("weight_gradients", "head").numbers == by_hand(gradients["embed.weight"])
     assert evidence.histogram("weights", "shift").total == 5
     assert evidence.histogram("weights", "frozen").total == evidence.histogram("weights", "unused").total + 36
     counted = {n for n, g in gradients.items() if g is not None and g.dtype == torch.float32}
-    assert set(held(evidence, "weight_gradients")) == counted
-    assert "frozen.weight" not in held(evidence, "updates")
+    assert set(numbers_of(evidence, "weight_gradients")) == counted
+    assert "frozen.weight" not in numbers_of(evidence, "updates")
     modules = {module.path: module for module in evidence.header.modules}
     assert modules["again"].same_as == "one"
     assert modules["head"].tied == {"weight": "embed.weight"}
@@ -456,13 +461,13 @@ def test_sparse_gradients_are_counted_by_what_they_hold_and_sums_by_all_their_pa
     model = net(lambda: nn.Embedding(50, 4, sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     amp = MixedPrecision(model, optimizer, "O0")
-    for told in (False, True):
+    for in_session in (False, True):
         with Recorder(model) as recorder:  # its optimizer is not known
             loss = model(torch.tensor([1, 1, 7])).square().sum()
-            amp.backward(loss) if told else loss.backward()
-            amp.step() if told else recorder.step()
+            amp.backward(loss) if in_session else loss.backward()
+            amp.step() if in_session else recorder.step()
             optimizer.zero_grad()
-        assert recorder.histogram("weight_gradients").total == 8, told
+        assert recorder.histogram("weight_gradients").total == 8, in_session
     model = net()
     with Recorder(model) as recorder:
         for x in batches(2):
@@ -485,7 +490,7 @@ def test_only_chosen_modules_and_kinds_are_recorded():
     outputs = ("up.output", "act.output", "inner.output", "down.output", "output['out'][0]", "output['aside'][0]")
     params = ("up.weight", "up.bias", "down.weight", "down.bias")
     assert {(t.kind, t.path) for t in recorder.evidence.steps[0].tensors} == {
-        *(("activations", f"block.{each}") for each in outputs), *(("updates", f"block.{each}") for each in params)
+        *(("activations", f"block.{path}") for path in outputs), *(("updates", f"block.{path}") for path in params)
     }  # fmt: skip
     assert recorder.swallowed().swallowed.keys() == {"float16"}
     with pytest.raises(StateError, match="recorded: activations, updates"):
@@ -500,14 +505,18 @@ def test_the_newest_steps_are_kept_and_all_are_streamed(tmp_path):
         running = read_evidence(tmp_path)  # as after a kill
     assert [step.step for step in recorder.evidence.steps] == [3, 5]
     assert [step.step for step in running.steps] == [1, 3, 5]
-    found = read_evidence(tmp_path)
+    streamed = read_evidence(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     recorder.save(tmp_path / "kept.jsonl")
     kept = read_evidence(tmp_path / "kept.jsonl")
-    for kind, step in itertools.product(KINDS, (3, 5)):
-        assert held(kept, kind, step) == held(found, kind, step) == held(recorder.evidence, kind, step)
-    assert kept.header == found.header == recorder.evidence.header
-    assert recorder.swallowed("head", step=5) == found.swallowed("head", step=5)
+    for tensor_kind, step in itertools.product(KINDS, (3, 5)):
+        assert (
+            numbers_of(kept, tensor_kind, step)
+            == numbers_of(streamed, tensor_kind, step)
+            == numbers_of(recorder.evidence, tensor_kind, step)
+        )
+    assert kept.header == streamed.header == recorder.evidence.header
+    assert recorder.swallowed("head", step=5) == streamed.swallowed("head", step=5)
     assert repr(recorder) == "Recorder(Net, every=2: 5 steps, 2 recorded)"
 
 
@@ -546,7 +555,9 @@ def test_the_frozen_weight_of_torchs_is_seen_before_and_after_it_freezes():
                 optimizer.zero_grad()
                 recorder.step()
         lost = recorder.swallowed()
-        assert {recorder.evidence.tensors(kind)[0].dtype for kind in ("weights", "updates")} == {str(dtype)[6:]}
+        assert {recorder.evidence.tensors(tensor_kind)[0].dtype for tensor_kind in ("weights", "updates")} == {
+            str(dtype)[6:]
+        }
         if dtype == torch.bfloat16:
             assert torch.equal(model.weight.detach(), torch.ones(4, 4, dtype=dtype))
             assert (lost.updated, lost.share_unmoved) == (0, 1.0)

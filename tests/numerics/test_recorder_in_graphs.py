@@ -123,8 +123,10 @@ def recorded(compiled, policy=None, backend=None, steps=4, every=2, kinds=KINDS,
     return recorder.evidence
 
 
-def held(evidence, kind, step):
-    return {each.path: (each.dtype, each.histogram.numbers) for each in evidence.tensors(kind, step=step)}
+def counts_of(evidence, tensor_kind, step):
+    return {
+        tensor.path: (tensor.dtype, tensor.histogram.numbers) for tensor in evidence.tensors(tensor_kind, step=step)
+    }
 
 
 FP16 = "O2,dtype=float16,loss_scale=dynamic(init=1024)"
@@ -133,14 +135,14 @@ FP16 = "O2,dtype=float16,loss_scale=dynamic(init=1024)"
 @pytest.mark.parametrize("compiled, policy", [(whole, "O1,dtype=bfloat16"), (by_blocks, None), (in_a_function, FP16)])
 def test_graphs_count_what_eager_mode_counts(compiled, policy, caplog):
     backend = Counting()
-    found, expected = recorded(compiled, policy, backend), recorded(eager, policy)
-    assert [step.step for step in found.steps] == [1, 3]
-    for kind in KINDS:
+    evidence, expected = recorded(compiled, policy, backend), recorded(eager, policy)
+    assert [step.step for step in evidence.steps] == [1, 3]
+    for tensor_kind in KINDS:
         for step in (1, 3):
-            assert held(found, kind, step) == held(expected, kind, step), (kind, step)
-    assert found.header.modules == expected.header.modules
+            assert counts_of(evidence, tensor_kind, step) == counts_of(expected, tensor_kind, step), (tensor_kind, step)
+    assert evidence.header.modules == expected.header.modules
     assert backend.graphs == 1  # blocks share it, and no step that is recorded or not makes another one
-    assert not [each for each in caplog.records if each.name.startswith("mezzo.numerics")]
+    assert not [entry for entry in caplog.records if entry.name.startswith("mezzo.numerics")]
 
 
 def test_a_late_recorder_is_seen_and_one_that_has_ended_leaves_nothing():
@@ -148,19 +150,19 @@ def test_a_late_recorder_is_seen_and_one_that_has_ended_leaves_nothing():
     backend, (x,) = Counting(), batches(1)
     model, other = net(), net()
     called, called_too = whole(model, backend), whole(other, backend)
-    for each in (called, called_too, called):
-        each(x).sum().backward()
+    for called_model in (called, called_too, called):
+        called_model(x).sum().backward()
     assert backend.graphs == 1
     with Recorder(model, kinds=("activations", "activation_gradients")) as recorder:
-        for each in (called, called_too):
-            each(x).sum().backward()
+        for called_model in (called, called_too):
+            called_model(x).sum().backward()
         recorder.step()
-    assert held(recorder.evidence, "activations", 1) == held(
+    assert counts_of(recorder.evidence, "activations", 1) == counts_of(
         recorded(eager, steps=1, kinds=("activations",)), "activations", 1
     )
     before = backend.graphs
-    for each in (called, called_too):
-        each(x).sum().backward()
+    for called_model in (called, called_too):
+        called_model(x).sum().backward()
     assert backend.graphs == before + 1  # without what counts, and for both
 
 
@@ -172,11 +174,11 @@ def test_another_model_of_the_class_has_a_graph_of_its_own(first):
     called, called_too = whole(model, backend), whole(net(), backend)
     with Recorder(model, every=2) as recorder:
         for _ in range(5):
-            for each in (called, called_too) if first == "the recorded one" else (called_too, called):
-                each(x).sum().backward()
+            for called_model in (called, called_too) if first == "the recorded one" else (called_too, called):
+                called_model(x).sum().backward()
             recorder.step()
-    expected = held(recorded(eager, steps=1, kinds=("activations",)), "activations", 1)
-    assert [held(recorder.evidence, "activations", step) for step in (1, 3, 5)] == [expected] * 3
+    expected = counts_of(recorded(eager, steps=1, kinds=("activations",)), "activations", 1)
+    assert [counts_of(recorder.evidence, "activations", step) for step in (1, 3, 5)] == [expected] * 3
     assert backend.graphs == 2
     assert torch._dynamo.config.skip_nnmodule_hook_guards
 
@@ -190,8 +192,8 @@ def test_what_is_compiled_inside_the_block_counts_from_the_next_recorded_step_on
             called = model if number == 1 else in_a_function(model, backend)
             called(x).sum().backward()
             recorder.step()
-    expected = held(recorded(eager, steps=1, kinds=("activations",)), "activations", 1)
-    assert [held(recorder.evidence, "activations", step) for step in (1, 3, 5)] == [expected] * 3
+    expected = counts_of(recorded(eager, steps=1, kinds=("activations",)), "activations", 1)
+    assert [counts_of(recorder.evidence, "activations", step) for step in (1, 3, 5)] == [expected] * 3
 
 
 def test_evaluation_in_graphs_counts_only_where_gradients_come_back():
@@ -251,38 +253,38 @@ class Branching(nn.Module):
         self.norm, self.branches = nn.LayerNorm(3), Branches()
 
     def forward(self, x):
-        found = self.branches(x)
-        return self.norm(found["out"]) + found["aside"][1][0].mean()
+        outputs = self.branches(x)
+        return self.norm(outputs["out"]) + outputs["aside"][1][0].mean()
 
 
 @pytest.mark.parametrize("kinds", [KINDS, ("activation_gradients",)])
 def test_names_and_the_order_of_calls_are_those_of_eager_mode(kinds):
     of_modes = {}
     for compiled in (eager, whole):
-        found = recorded(compiled, backend="aot_eager", make=Branching, steps=1, kinds=kinds)
-        of_modes[compiled] = [(each.kind, each.path) for each in found.steps[0].tensors]
-        names = [path for kind, path in of_modes[compiled] if kind == "activation_gradients"]
+        evidence = recorded(compiled, backend="aot_eager", make=Branching, steps=1, kinds=kinds)
+        of_modes[compiled] = [(tensor.kind, tensor.path) for tensor in evidence.steps[0].tensors]
+        names = [path for tensor_kind, path in of_modes[compiled] if tensor_kind == "activation_gradients"]
         assert names == [
             "branches.first.output", "branches.last.output", "branches.output['out']",
             "branches.output['aside'][1][0]", "norm.output", "output",
         ]  # fmt: skip
-        order = [each.path for each in found.header.modules]
+        order = [module.path for module in evidence.header.modules]
         assert order == ["branches.first", "branches.last", "branches", "norm", ""]
     assert of_modes[eager] == of_modes[whole]
 
 
 def test_graphs_may_serve_the_next_recorder():
     torch.compiler.reset()
-    model, (x,), found = net(Branching), batches(1), []
+    model, (x,), counts = net(Branching), batches(1), []
     called = whole(model, Counting())
     with Recorder(net()):  # as long as it lasts, graphs stay
         for _ in range(2):
             with Recorder(model) as recorder:
                 called(x).sum().backward()
                 recorder.step()
-            found.append(held(recorder.evidence, "activations", 1))
-    assert found[0] == found[1]
-    assert "branches.output['out']" in found[0]
+            counts.append(counts_of(recorder.evidence, "activations", 1))
+    assert counts[0] == counts[1]
+    assert "branches.output['out']" in counts[0]
 
 
 def test_what_a_graph_recomputes_is_counted_once():
@@ -293,17 +295,20 @@ def test_what_a_graph_recomputes_is_counted_once():
                 x = checkpoint(block, x, use_reentrant=False)
             return self.head(x)
 
-    found, expected = recorded(whole, backend="aot_eager", make=Checkpointed, steps=1), recorded(eager, steps=1)
-    for kind in KINDS:
-        assert held(found, kind, 1) == held(expected, kind, 1), kind
+    evidence, expected = recorded(whole, backend="aot_eager", make=Checkpointed, steps=1), recorded(eager, steps=1)
+    for tensor_kind in KINDS:
+        assert counts_of(evidence, tensor_kind, 1) == counts_of(expected, tensor_kind, 1), tensor_kind
 
 
 @torchscript
 def test_inductor_counts_as_many_values():
-    found, expected = recorded(whole, backend="inductor", steps=1), recorded(eager, steps=1)
-    for kind in KINDS:
-        totals = [{p: sum(row[:-1]) for p, (_, row) in held(each, kind, 1).items()} for each in (found, expected)]
-        assert totals[0] == totals[1], kind
+    evidence, expected = recorded(whole, backend="inductor", steps=1), recorded(eager, steps=1)
+    for tensor_kind in KINDS:
+        totals = [
+            {p: sum(row[:-1]) for p, (_, row) in counts_of(side, tensor_kind, 1).items()}
+            for side in (evidence, expected)
+        ]
+        assert totals[0] == totals[1], tensor_kind
 
 
 def test_more_observations_than_there_is_memory_for_are_refused(monkeypatch):
@@ -328,7 +333,7 @@ def test_the_steps_between_are_not_counted():
             optimizer.step()
             recorder.step()
             rows = torch.stack(
-                [row for hook in hooks(model) for each in hook.counts() for row in (each.values, each.gradient)]
+                [row for hook in hooks(model) for count in hook.counts() for row in (count.values, count.gradient)]
             )
             if number == 0:
                 counted = rows
@@ -345,6 +350,6 @@ def test_compiled_blocks_that_a_checkpoint_runs_again_are_counted_once(reentrant
                 x = checkpoint(block, x, use_reentrant=reentrant)
             return self.head(x)
 
-    found, expected = recorded(by_blocks, backend="aot_eager", make=Checkpointed, steps=1), recorded(eager, steps=1)
-    for kind in KINDS:
-        assert held(found, kind, 1) == held(expected, kind, 1), kind
+    evidence, expected = recorded(by_blocks, backend="aot_eager", make=Checkpointed, steps=1), recorded(eager, steps=1)
+    for tensor_kind in KINDS:
+        assert counts_of(evidence, tensor_kind, 1) == counts_of(expected, tensor_kind, 1), tensor_kind

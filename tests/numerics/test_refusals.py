@@ -76,14 +76,14 @@ def changed(line, *path, to=None):
     """Return a file of evidence with one value of a line replaced; ``None`` takes it out."""
 
     def change(text):
-        lines = [json.loads(each) for each in text.splitlines()]
-        place = lines[line]
+        lines = [json.loads(row) for row in text.splitlines()]
+        entry = lines[line]
         for key in path[:-1]:
-            place = place[key]
-        place.pop(path[-1], None)
+            entry = entry[key]
+        entry.pop(path[-1], None)
         if to is not None:
-            place[path[-1]] = to
-        return "".join(json.dumps(each) + "\n" for each in lines)
+            entry[path[-1]] = to
+        return "".join(json.dumps(row) + "\n" for row in lines)
 
     return change
 

@@ -82,8 +82,8 @@ def tuned(model, dtype="float16", loss_fn=loss_fn, steps=2, **kwargs):
     return tune(model, loss_fn, batches(), dtype=dtype, steps=steps, **kwargs)
 
 
-def pins(found):
-    return {str(rule).removeprefix("fp32=") for rule in found.policy.rules if rule.treatment == "fp32"}
+def pins(tuning):
+    return {str(rule).removeprefix("fp32=") for rule in tuning.policy.rules if rule.treatment == "fp32"}
 
 
 def attention(x):
@@ -145,10 +145,10 @@ def one_step(model, policy, loss_fn=loss_fn):
 
 
 def test_outcomes_are_those_of_a_session():
-    found = tuned(net(), steps=1)
+    tuning = tuned(net(), steps=1)
     reference, model = net(), net()
     loss_fn(reference, batches()[0]).backward()
-    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-3), found.policy)
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-3), tuning.policy)
     with amp.autocast():
         loss = loss_fn(model, batches()[0])
     amp.backward(loss)
@@ -158,7 +158,7 @@ def test_outcomes_are_those_of_a_session():
         signal, noise = one.grad.double().square().sum(), (other.grad.double() - one.grad.double()).square().sum()
         ratios[name] = 10 * math.log10(signal / noise)
     worst = min(ratios, key=ratios.get)
-    result = found.evidence.result
+    result = tuning.evidence.result
     assert result.tensor == worst
     assert result.sqnr_db == pytest.approx(ratios[worst], abs=1e-6)
     assert result.step == 1
@@ -176,10 +176,10 @@ def test_what_fp32_itself_rounds_away_is_not_judged():
             return self.fc(x) + self.shift
 
     torch.manual_seed(0)
-    found = tuned(Shifted(), "bfloat16")
-    assert found.evidence.unjudged == ("shift",)
-    assert "nothing is judged by shift: zero, or even in FP32 rounding noise" in str(found)
-    assert pins(found) == set()
+    tuning = tuned(Shifted(), "bfloat16")
+    assert tuning.evidence.unjudged == ("shift",)
+    assert "nothing is judged by shift: zero, or even in FP32 rounding noise" in str(tuning)
+    assert pins(tuning) == set()
 
 
 #: Ranges are BF16's strength; it loses small differences of large numbers.
@@ -197,10 +197,10 @@ QUICK = ("a product of no list", "what the table refuses")
 
 def check(plants, dtype):
     for name, (function, expected) in plants.items():
-        found = tuned(net(function), dtype)
-        assert pins(found) == expected, f"{name}: {found}"
-        assert not found.evidence.result.is_fault, name
-        assert {f"{pin.op}@{path}" for pin in found.evidence.pins for path in pin.modules} == expected, name
+        tuning = tuned(net(function), dtype)
+        assert pins(tuning) == expected, f"{name}: {tuning}"
+        assert not tuning.evidence.result.is_fault, name
+        assert {f"{pin.op}@{path}" for pin in tuning.evidence.pins for path in pin.modules} == expected, name
 
 
 def test_planted_faults_are_pinned_exactly():
@@ -216,21 +216,21 @@ def test_every_planted_fault_is_pinned_exactly():
 
 def test_a_healthy_network_needs_nothing():
     for dtype in ("float16", torch.bfloat16):
-        found = tuned(net(), dtype)
+        tuning = tuned(net(), dtype)
         name = "float16" if dtype == "float16" else "bfloat16"
-        assert isinstance(found, Tuned)
-        assert (found.policy.level, found.policy.dtype) == ("O1", getattr(torch, name))
-        assert found.evidence.num_trials == 1
-        assert [str(rule) for rule in found.policy.rules] == ["low=layer_norm", "low=cross_entropy"]
-        assert found.verdict.startswith(f"{name}: all 9 ops run low, nothing needs FP32")
-        saved = found.evidence.saved_bytes
+        assert isinstance(tuning, Tuned)
+        assert (tuning.policy.level, tuning.policy.dtype) == ("O1", getattr(torch, name))
+        assert tuning.evidence.num_trials == 1
+        assert [str(rule) for rule in tuning.policy.rules] == ["low=layer_norm", "low=cross_entropy"]
+        assert tuning.verdict.startswith(f"{name}: all 9 ops run low, nothing needs FP32")
+        saved = tuning.evidence.saved_bytes
         assert list(saved) == ["found", "O1", "low"]
         assert saved["found"] == saved["low"] < saved["O1"]
-        assert (found.policy.loss_scale.mode == "none") == (name == "bfloat16")
+        assert (tuning.policy.loss_scale.mode == "none") == (name == "bfloat16")
         if name == "float16":  # a loss in it bounds the scale: 65536 itself is no float16
-            assert str(found.policy.loss_scale) == "dynamic(init=32768,ceiling=32768)"
-            assert not one_step(net(), found.policy).skipped
-            assert one_step(net(), found.policy.evolve(loss_scale="dynamic")).skipped
+            assert str(tuning.policy.loss_scale) == "dynamic(init=32768,ceiling=32768)"
+            assert not one_step(net(), tuning.policy).skipped
+            assert one_step(net(), tuning.policy.evolve(loss_scale="dynamic")).skipped
 
 
 def test_one_of_many_alike_layers_is_pinned_and_named():
@@ -238,18 +238,18 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
     with torch.no_grad():
         model.blocks[2].fc.weight.mul_(1e6)
     model.blocks[2].gain = 1e-6
-    found = tuned(model, steps=1)
-    assert pins(found) == {"linear@blocks.2.fc"}
-    assert found.verdict.startswith("float16: 1 of 10 ops need FP32: linear in blocks.2.fc")
-    (rule,) = (rule for rule in found.policy.rules if rule.treatment == "fp32")
+    tuning = tuned(model, steps=1)
+    assert pins(tuning) == {"linear@blocks.2.fc"}
+    assert tuning.verdict.startswith("float16: 1 of 10 ops need FP32: linear in blocks.2.fc")
+    (rule,) = (rule for rule in tuning.policy.rules if rule.treatment == "fp32")
     assert "beyond float16's 65504; without this rule the loss is not finite in step 1, with it" in rule.reason
     with torch.no_grad():  # now all of them
         for block in model.blocks:
             block.fc.weight.mul_(1e6 if block.gain == 1.0 else 1.0)
             block.gain = 1e-6
-    found = tuned(model, steps=1)
-    assert pins(found) == {"linear@blocks.*.fc"}
-    assert "linear in blocks.{0..2}.fc ×3" in found.verdict
+    tuning = tuned(model, steps=1)
+    assert pins(tuning) == {"linear@blocks.*.fc"}
+    assert "linear in blocks.{0..2}.fc ×3" in tuning.verdict
     loss = lambda model, batch: functional.cross_entropy(model(batch[0]) * 1e6, batch[1]) * 1e-5  # noqa: E731
     assert pins(tuned(net(), loss_fn=loss)) == {"cross_entropy", "mul"}  # which are in no module
 
@@ -263,11 +263,11 @@ def added(x):
 
 
 def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
-    found = tuned(net(added))
-    assert pins(found) == {"kthvalue@plant"}
-    (pin,) = found.evidence.pins
+    tuning = tuned(net(added))
+    assert pins(tuning) == {"kthvalue@plant"}
+    (pin,) = tuning.evidence.pins
     assert pin.reason.startswith("it fails in float16; without this rule the forward pass of step 1 fails with Runtime")
-    assert list(found.evidence.saved_bytes) == ["found"]  # and none are told of policies that fail
+    assert list(tuning.evidence.saved_bytes) == ["found"]  # and none are told of policies that fail
 
 
 @torch.library.custom_op("mezzo_tests::wide_gradient", mutates_args=())
@@ -286,17 +286,17 @@ torch.library.register_autograd(wide_gradient, _wide_alone)
 
 
 def test_what_an_op_reads_that_fails_in_low_precision_is_pinned():
-    found = tuned(net(lambda x: x + wide_gradient(3 * x) * 0.1))
-    assert pins(found) == {"linear@plant.fc"}
-    (pin,) = found.evidence.pins
+    tuning = tuned(net(lambda x: x + wide_gradient(3 * x) * 0.1))
+    assert pins(tuning) == {"linear@plant.fc"}
+    (pin,) = tuning.evidence.pins
     assert pin.reason.startswith("what reads its results needs them in FP32; without this rule the ")
 
 
 def test_ops_without_a_low_kernel_keep_what_the_table_gives_them():
-    found = tuned(net(lambda x: x + torch.linalg.inv(x.T @ x / 32 + torch.eye(WIDTH)).mean()), steps=1)
-    assert found.evidence.no_kernel == ("linalg_inv",)
-    assert pins(found) == set()
-    assert found.policy.explain("linalg_inv").treatment == "fp32"
+    tuning = tuned(net(lambda x: x + torch.linalg.inv(x.T @ x / 32 + torch.eye(WIDTH)).mean()), steps=1)
+    assert tuning.evidence.no_kernel == ("linalg_inv",)
+    assert pins(tuning) == set()
+    assert tuning.policy.explain("linalg_inv").treatment == "fp32"
 
     def loss(model, batch):  # with other ops in the second step
         y = model(batch[0])
@@ -306,9 +306,9 @@ def test_ops_without_a_low_kernel_keep_what_the_table_gives_them():
         return functional.cross_entropy(y, batch[1]) + more.mean()
 
     (first, second) = batches()
-    found = tune(net(), loss, [first, tuple(each[:16] for each in second)], dtype="bfloat16", steps=2)
-    assert found.evidence.no_kernel == ("linalg_cholesky", "linalg_inv", "linalg_qr")
-    assert found.evidence.num_trials == 1
+    tuning = tune(net(), loss, [first, tuple(tensor[:16] for tensor in second)], dtype="bfloat16", steps=2)
+    assert tuning.evidence.no_kernel == ("linalg_cholesky", "linalg_inv", "linalg_qr")
+    assert tuning.evidence.num_trials == 1
 
 
 def test_where_a_loss_scale_is_enough_it_is_the_answer():
@@ -317,23 +317,23 @@ def test_where_a_loss_scale_is_enough_it_is_the_answer():
     with torch.no_grad():  # large inputs, small outputs
         model.embed.weight.mul_(2e4)
         model.plant.weight.mul_(1e-4)
-    found = tuned(model)
-    assert pins(found) == set()
-    scale = found.policy.loss_scale
-    assert (scale.mode, scale.init) == ("dynamic", found.evidence.result.loss_scale)
+    tuning = tuned(model)
+    assert pins(tuning) == set()
+    scale = tuning.policy.loss_scale
+    assert (scale.mode, scale.init) == ("dynamic", tuning.evidence.result.loss_scale)
     assert 1.0 <= scale.init < 2.0**12
-    assert f"the loss scale starts at 2^{math.log2(scale.init):.0f}" in found.verdict
+    assert f"the loss scale starts at 2^{math.log2(scale.init):.0f}" in tuning.verdict
     for factor in (1e-14, 1e7):  # beyond what sessions use
 
         def loss(model, batch, factor=factor):  # in float32: one in float16 would be flushed itself
             return model(batch[0]).float().tanh().mean() * factor
 
-        found = tuned(net(), loss_fn=loss)
-        scale = found.policy.loss_scale
-        assert pins(found) == set()
+        tuning = tuned(net(), loss_fn=loss)
+        scale = tuning.policy.loss_scale
+        assert pins(tuning) == set()
         assert (scale.init > 2.0**24, scale.init < 1.0) == (factor < 1, factor > 1)
         assert scale.floor <= scale.init <= scale.ceiling
-        assert not one_step(net(), found.policy, loss).skipped
+        assert not one_step(net(), tuning.policy, loss).skipped
 
 
 def test_one_loss_scale_serves_all_steps():
@@ -344,15 +344,15 @@ def test_one_loss_scale_serves_all_steps():
             return model(batch[0]).float().tanh().mean() * batch[1]
 
         own = [(x, factor) for (x, _), factor in zip(data, factors, strict=True)]
-        found = tune(net(), loss, own, steps=2)
-        assert pins(found) == set()
-        assert found.evidence.num_trials == 1
-        scale = found.policy.loss_scale.init
-        assert scale == found.evidence.result.loss_scale
+        tuning = tune(net(), loss, own, steps=2)
+        assert pins(tuning) == set()
+        assert tuning.evidence.num_trials == 1
+        scale = tuning.policy.loss_scale.init
+        assert scale == tuning.evidence.result.loss_scale
         assert scale < 2.0**14 if max(factors) > 1.0 else scale > 2.0**16, factors
         for batch in own:
             model = net()
-            amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-3), found.policy)
+            amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-3), tuning.policy)
             with amp.autocast():
                 made = loss(model, batch)
             amp.backward(made)
@@ -378,10 +378,10 @@ def test_batches_and_steps():
         made.append(torch.optim.AdamW(params, lr=1e-3))
         return made[-1]
 
-    found = tune(net(), loss_fn, stream, steps=2, optimizer=adam)
+    tuning = tune(net(), loss_fn, stream, steps=2, optimizer=adam)
     assert len(list(stream)) == 3
     assert len(made) == 2  # FP32 and low
-    assert 10.0 < found.evidence.result.updates_db < 70.0
+    assert 10.0 < tuning.evidence.result.updates_db < 70.0
     assert both.evidence.result.updates_db is None
 
 
@@ -418,23 +418,23 @@ def test_the_result_prints_the_answer_first_goes_to_files_and_back_and_the_model
     model.blocks[0].eval()
     loss_fn(model, batches()[0]).backward()
     before = everything(model)
-    found = tuned(model)
+    tuning = tuned(model)
     assert everything(model) == before
-    lines = str(found).splitlines()
+    lines = str(tuning).splitlines()
     assert lines[0].startswith("float16: 1 of 14 ops need FP32: softmax in plant; the loss scale starts at 2^15")
     assert [line[2:10].strip() for line in lines[1:] if line[2] != " "] == "pinned worst bytes trials write".split()
     assert max(map(len, lines[:-1])) <= 120
-    found.save(tmp_path / "my.policy")
+    tuning.save(tmp_path / "my.policy")
     loaded = Policy.load(tmp_path / "my.policy")
-    assert loaded == found.policy == Policy.parse(str(found.policy))
-    assert [rule.reason for rule in loaded.rules] == [rule.reason for rule in found.policy.rules]
+    assert loaded == tuning.policy == Policy.parse(str(tuning.policy))
+    assert [rule.reason for rule in loaded.rules] == [rule.reason for rule in tuning.policy.rules]
     assert all(rule.reason for rule in loaded.rules)
-    (pin,) = found.evidence.pins
-    assert (pin.name, pin.without_db, pin.with_db) == ("softmax in plant", -math.inf, found.evidence.result.sqnr_db)
+    (pin,) = tuning.evidence.pins
+    assert (pin.name, pin.without_db, pin.with_db) == ("softmax in plant", -math.inf, tuning.evidence.result.sqnr_db)
     assert pin.num_bytes == 2 * 2 * (2 * 32 * 32)  # two steps, read and written
-    others = [each for each in found.evidence.candidates if not each.kept]
-    assert {each.without_db for each in others} == {found.evidence.result.sqnr_db}
-    lost = {each.name for each in found.evidence.candidates if each.local_db < 30}
+    others = [candidate for candidate in tuning.evidence.candidates if not candidate.kept]
+    assert {candidate.without_db for candidate in others} == {tuning.evidence.result.sqnr_db}
+    lost = {candidate.name for candidate in tuning.evidence.candidates if candidate.local_db < 30}
     assert lost == {"softmax in plant", "add in plant"}  # the loss is one, times a scale that float16 holds
 
 
@@ -462,9 +462,9 @@ def test_an_error_that_comes_once_comes_out_of_whichever_pass_it_is_raised_in():
     passes = run(None, 0)
     for at in {1, 2, 3, 6, passes}:
         error = KeyboardInterrupt() if at % 2 else RuntimeError("mine")
-        with pytest.raises(type(error)) as told:
+        with pytest.raises(type(error)) as raised:
             run(error, at)
-        assert error in (told.value, told.value.__cause__), at  # beside the model's own, where both came
+        assert error in (raised.value, raised.value.__cause__), at  # beside the model's own, where both came
         assert everything(model) == before, at
 
 
@@ -481,9 +481,9 @@ def test_what_else_a_loss_is_made_of_and_batches_are_left_as_they_were():
 
     data = batches()
     before = copy.deepcopy(data)
-    found = tune(net(), greedy, data, steps=2)
+    tuning = tune(net(), greedy, data, steps=2)
     modest = tune(net(), lambda m, b: functional.cross_entropy(other(m(b[0])), b[1]), data, steps=2)
-    assert found.evidence.result == modest.evidence.result
+    assert tuning.evidence.result == modest.evidence.result
     assert bits(data) == bits(before)
     assert other.weight.grad is kept
     assert torch.equal(kept, torch.ones(4, 4))

@@ -77,9 +77,9 @@ def tones():
 
 
 def digits():
-    found = torch.randint(0, 8, (64, 4), generator=torch.Generator().manual_seed(0)).float()
-    found[0] = 7.0
-    return found, torch.arange(64) % 4
+    rows = torch.randint(0, 8, (64, 4), generator=torch.Generator().manual_seed(0)).float()
+    rows[0] = 7.0
+    return rows, torch.arange(64) % 4
 
 
 def noise():
@@ -92,7 +92,7 @@ def loss_fn(model, batch):
 
 def found_by_explain(model, x, policy):
     explanation = mezzo.explain(model, x, policy=policy)
-    return [each for each in explanation.findings if each.kind in NUMERIC]
+    return [finding for finding in explanation.findings if finding.kind in NUMERIC]
 
 
 @pytest.mark.parametrize(
@@ -108,19 +108,19 @@ def test_what_explain_names_and_a_rule_cures_is_pinned(build, make, rule, op):
     (finding,) = found_by_explain(model, batch[0], "O1,dtype=bfloat16")
     assert finding.rule == rule
     assert finding.text.endswith(f"the text {rule}")
-    found = tune(model, loss_fn, [batch], dtype="bfloat16", steps=1)
-    (own,) = [each for each in found.policy.rules if each.treatment == "fp32"]
+    tuning = tune(model, loss_fn, [batch], dtype="bfloat16", steps=1)
+    (own,) = [policy_rule for policy_rule in tuning.policy.rules if policy_rule.treatment == "fp32"]
     assert str(own) == rule
     assert own.reason == f"named by explain: {finding.text}"
     after = mezzo.explain(
-        model, batch[0], policy=found.policy, loss=lambda out: functional.cross_entropy(out, batch[1])
+        model, batch[0], policy=tuning.policy, loss=lambda out: functional.cross_entropy(out, batch[1])
     )
-    assert {each.kind for each in after.findings} == {"FP32 product"}  # the pin itself, and nothing that idles
-    assert str(found).count("named by explain") == 1
-    pins = {pin.name: pin for pin in found.evidence.pins}
+    assert {row.kind for row in after.findings} == {"FP32 product"}  # the pin itself, and nothing that idles
+    assert str(tuning).count("named by explain") == 1
+    pins = {pin.name: pin for pin in tuning.evidence.pins}
     assert pins[op].reason == own.reason
-    assert (pins[op].without_db, pins[op].with_db) == (found.evidence.start.sqnr_db, found.evidence.result.sqnr_db)
-    assert all(each.modules == (rule.partition("=")[2],) for each in pins.values())
+    assert (pins[op].without_db, pins[op].with_db) == (tuning.evidence.start.sqnr_db, tuning.evidence.result.sqnr_db)
+    assert all(pin.modules == (rule.partition("=")[2],) for pin in pins.values())
 
 
 def test_it_stays_pinned_beside_what_the_gradients_need():
@@ -129,9 +129,9 @@ def test_it_stays_pinned_beside_what_the_gradients_need():
             y = super().forward(x)
             return y + ((y * 0 + 12.0).exp() * 1e-5)
 
-    found = tune(Both(), loss_fn, [tones()], dtype="float16", steps=1)
-    assert {str(rule) for rule in found.policy.rules if rule.treatment == "fp32"} == {"fp32=exp", "fp32_module=bank"}
-    assert found_by_explain(Both(), tones()[0], found.policy) == []
+    tuning = tune(Both(), loss_fn, [tones()], dtype="float16", steps=1)
+    assert {str(rule) for rule in tuning.policy.rules if rule.treatment == "fp32"} == {"fp32=exp", "fp32_module=bank"}
+    assert found_by_explain(Both(), tones()[0], tuning.policy) == []
 
 
 def test_a_loss_that_is_noise_is_pinned_though_its_gradients_are_right():
@@ -145,10 +145,10 @@ def test_a_loss_that_is_noise_is_pinned_though_its_gradients_are_right():
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     exact = small_logarithms(model, noise()).item()
-    found = tune(model, small_logarithms, [noise()], dtype="bfloat16", steps=1)
-    assert not found.evidence.start.is_fault
-    assert [str(rule) for rule in found.policy.rules if rule.treatment == "fp32"] == ["fp32=log"]
-    assert relative_error(found.policy) < 0.05
+    tuning = tune(model, small_logarithms, [noise()], dtype="bfloat16", steps=1)
+    assert not tuning.evidence.start.is_fault
+    assert [str(rule) for rule in tuning.policy.rules if rule.treatment == "fp32"] == ["fp32=log"]
+    assert relative_error(tuning.policy) < 0.05
     assert relative_error(mezzo.Policy.O1("bfloat16").evolve(rules=(mezzo.Rule("low", op="log"),))) > 0.5
 
 
@@ -157,10 +157,10 @@ def test_what_a_gradient_shows_in_the_models_own_forward_is_pinned_and_not_told(
         def forward(self, x):
             return self.head((x @ self.bank.cosines).abs().clamp_min(1e-5).log())
 
-    found = tune(Whole(), loss_fn, [tones()], dtype="bfloat16", steps=1)
-    assert [str(rule) for rule in found.policy.rules if rule.treatment == "fp32"] == ["fp32=matmul"]
-    assert found.evidence.uncured == ()
-    assert found_by_explain(Whole(), tones()[0], found.policy) == []
+    tuning = tune(Whole(), loss_fn, [tones()], dtype="bfloat16", steps=1)
+    assert [str(rule) for rule in tuning.policy.rules if rule.treatment == "fp32"] == ["fp32=matmul"]
+    assert tuning.evidence.uncured == ()
+    assert found_by_explain(Whole(), tones()[0], tuning.policy) == []
 
 
 def test_what_no_rule_cures_is_told():
@@ -174,18 +174,18 @@ def test_what_no_rule_cures_is_told():
             y = self.head(x)
             return y + torch.arange(512, dtype=y.dtype).mean() * 1e-3
 
-    found = tune(Positions(), loss_fn, [noise()], dtype="bfloat16", steps=1)
-    assert found.evidence.pins == ()
-    (told,) = found.evidence.uncured
-    assert "385 of 512 positions are different in BF16" in told
-    text = " ".join(str(found).split())
-    assert f"left explain still finds in {told}" in text
+    tuning = tune(Positions(), loss_fn, [noise()], dtype="bfloat16", steps=1)
+    assert tuning.evidence.pins == ()
+    (left,) = tuning.evidence.uncured
+    assert "385 of 512 positions are different in BF16" in left
+    text = " ".join(str(tuning).split())
+    assert f"left explain still finds in {left}" in text
 
 
 def test_a_rule_of_the_users_own_is_kept_against_what_is_named():
-    with pytest.raises(mezzo.NumericsError) as told:
+    with pytest.raises(mezzo.NumericsError) as refusal:
         tune(Spectra(), loss_fn, [tones()], policy="O1,dtype=bfloat16,low_module=bank", steps=1)
-    assert "no op of torch's, or a rule that is kept: low_module=bank" in str(told.value)
+    assert "no op of torch's, or a rule that is kept: low_module=bank" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,6 @@ def test_a_rule_of_the_users_own_is_kept_against_what_is_named():
 )
 def test_right_programs_are_given_no_pin(build, make):
     torch.manual_seed(0)
-    found = tune(build(), loss_fn, [make()], dtype="bfloat16", steps=1)
-    assert [rule for rule in found.policy.rules if rule.treatment == "fp32"] == []
-    assert found.evidence.pins == ()
+    tuning = tune(build(), loss_fn, [make()], dtype="bfloat16", steps=1)
+    assert [rule for rule in tuning.policy.rules if rule.treatment == "fp32"] == []
+    assert tuning.evidence.pins == ()

@@ -29,10 +29,10 @@ def test_what_is_left_passes_and_nothing_of_it_can_go():
             def passes(part, causes=causes):
                 return any(cause <= {*part} for cause in causes)
 
-            found = smallest(range(size), passes)
-            assert found == sorted(found)
-            assert passes(found)
-            assert not any(passes([*found[:i], *found[i + 1 :]]) for i in range(len(found)))
+            answer = smallest(range(size), passes)
+            assert answer == sorted(answer)
+            assert passes(answer)
+            assert not any(passes([*answer[:i], *answer[i + 1 :]]) for i in range(len(answer)))
             # Of all minimal parts the one that does without the last items for longest: QuickXplain's order.
             minimal = [
                 part
@@ -40,7 +40,7 @@ def test_what_is_left_passes_and_nothing_of_it_can_go():
                 for part in itertools.combinations(range(size), count)
                 if passes(part) and not any(passes([*part[:i], *part[i + 1 :]]) for i in range(count))
             ]
-            assert found == list(min(minimal, key=lambda part: sorted(part, reverse=True)))
+            assert answer == list(min(minimal, key=lambda part: sorted(part, reverse=True)))
 
 
 def test_ratios_are_those_of_float64():
@@ -97,7 +97,7 @@ def test_pins_leave_alone_what_is_in_fp32_already():
         (["body"], "low=linear@body.fc,fp32=linear@body"),
         (["", "body"], "low=linear@body.fc,fp32=linear"),
     ):
-        assert ",".join(map(str, pins(base, [("linear", each) for each in chosen], running))) == text
+        assert ",".join(map(str, pins(base, [("linear", module) for module in chosen], running))) == text
 
 
 def test_pins_are_written_as_people_would():

@@ -18,8 +18,8 @@ def parameter():
     return [nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
 
 
-def arguments(kind):
-    return {name: p for name, p in inspect.signature(kind).parameters.items() if p.kind is not p.VAR_KEYWORD}
+def arguments(optimizer_class):
+    return {name: p for name, p in inspect.signature(optimizer_class).parameters.items() if p.kind is not p.VAR_KEYWORD}
 
 
 @pytest.mark.parametrize("mine, theirs", TORCHS)
@@ -39,7 +39,7 @@ def test_torch_s_arguments_are_taken_or_refused_by_name(mine, theirs):
 
 def test_bytes_kept_of_a_parameter():
     """Beside two halves and a gradient of 2 bytes each, which are the model's: 14 with AdamW, 8.125 with codes."""
-    for kind, options, expected in [
+    for optimizer_class, options, expected in [
         (optim.SGD, {}, 0),
         (optim.SGD, {"momentum": 0.9}, 4),
         (optim.SGD, {"momentum": 0.9, "state_dtype": "bfloat16"}, 2),
@@ -53,12 +53,12 @@ def test_bytes_kept_of_a_parameter():
         (optim.Lion, {"state_dtype": "int8"}, 1.0625),
     ]:
         weight = nn.Parameter(torch.randn(64, 32))
-        optimizer = kind([weight], **options)
+        optimizer = optimizer_class([weight], **options)
         halved([weight], torch.bfloat16)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         kept = [value for name, value in optimizer.state[weight].items() if name != "step"]
-        assert sum(tensor.nbytes for tensor in kept) == expected * weight.numel(), (kind, options)
+        assert sum(tensor.nbytes for tensor in kept) == expected * weight.numel(), (optimizer_class, options)
         assert weight.hi.nbytes + weight.lo.nbytes == 4 * weight.numel()
 
 

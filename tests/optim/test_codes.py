@@ -23,9 +23,9 @@ BF16, FP32, INT8, UINT8 = torch.bfloat16, torch.float32, torch.int8, torch.uint8
 KINDS = {optim.AdamW: {}, optim.Adam: {"amsgrad": True}, optim.SGD: {"momentum": 0.9}, optim.Lion: {}}
 
 
-def trained(state_dtype="int8", kind=optim.AdamW, params=None, steps=3, **options):
+def trained(state_dtype="int8", optimizer_class=optim.AdamW, params=None, steps=3, **options):
     params = parameters() if params is None else params
-    optimizer = kind(params, lr=1e-2, state_dtype=state_dtype, **{**KINDS[kind], **options})
+    optimizer = optimizer_class(params, lr=1e-2, state_dtype=state_dtype, **{**KINDS[optimizer_class], **options})
     train(params, optimizer, range(steps))
     return params, optimizer
 
@@ -52,15 +52,15 @@ def through_a_file(value):
 # To other dtypes, and back --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_moments_of_other_dtypes_become_codes_within_half_a_code_and_codes_what_they_stand_for(kind):
+@pytest.mark.parametrize("optimizer_class", KINDS)
+def test_moments_of_other_dtypes_become_codes_within_half_a_code_and_codes_what_they_stand_for(optimizer_class):
     for dtype in ("float32", "bfloat16"):
-        (params, first), (others, second), (last, third) = (trained(d, kind, steps=n) for d, n in
+        (params, first), (others, second), (last, third) = (trained(d, optimizer_class, steps=n) for d, n in
             ((dtype, 3), ("int8", 0), (dtype, 0)))  # fmt: skip
         second.load_state_dict(through_a_file(first.state_dict()))
         third.load_state_dict(through_a_file(second.state_dict()))
         for one, two, three in zip(params, others, last, strict=True):
-            wide, coded, again = (moments(*each) for each in ((first, one), (second, two), (third, three)))
+            wide, coded, again = (moments(*sides) for sides in ((first, one), (second, two), (third, three)))
             assert wide.keys() == coded.keys() == again.keys()
             for name, value in coded.items():
                 codes = second.state[two][f"{name}_codes"]
@@ -83,8 +83,8 @@ def test_torchs_optimizer_goes_on_from_what_an_optimizer_in_fp32_has_loaded():
     with torch.no_grad():
         for mine, its in zip(others, params, strict=True):
             mine.copy_(its)
-    for each, its in ((others, second), (params, theirs)):
-        train(each, its, range(3, 6))
+    for weights, its in ((others, second), (params, theirs)):
+        train(weights, its, range(3, 6))
     for one, two in zip(params, others, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=2.0**-18)
 
@@ -100,15 +100,15 @@ WAYS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"for
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", READERS)
-def test_torch_s_optimizers_take_no_codes_for_moments_and_raise_before_they_write(kind, way):
+@pytest.mark.parametrize("optimizer_class", READERS)
+def test_torch_s_optimizers_take_no_codes_for_moments_and_raise_before_they_write(optimizer_class, way):
     """They would have read 122.0 as a mean, or begun a momentum anew without a word."""
-    params, optimizer = trained(kind=kind)
+    params, optimizer = trained(optimizer_class=optimizer_class)
     saved = through_a_file(optimizer.state_dict())
     names = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
     for state in (*saved["state"].values(), *optimizer.state.values()):
         assert not any(isinstance(state.get(name), torch.Tensor) for name in names)
-    for reader in READERS[kind]:
+    for reader in READERS[optimizer_class]:
         theirs = reader(params, lr=1e-2)
         theirs.load_state_dict(saved)
         theirs.param_groups[0].update(WAYS[way])
@@ -116,7 +116,7 @@ def test_torch_s_optimizers_take_no_codes_for_moments_and_raise_before_they_writ
         with pytest.raises((KeyError, AttributeError, TypeError, RuntimeError)):
             theirs.step()
         assert all(map(torch.equal, before, params))
-    again = kind(params, lr=1e-2, state_dtype="int8", **KINDS[kind])
+    again = optimizer_class(params, lr=1e-2, state_dtype="int8", **KINDS[optimizer_class])
     again.load_state_dict(saved)
     for param in params:
         assert {*again.state[param]} == {*optimizer.state[param]}
@@ -134,12 +134,12 @@ def as_before(saved):
 
 
 @pytest.mark.parametrize("into", ["int8", "float32"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_an_older_release_loads_as_one_of_this_one_does(kind, into):
-    _, optimizer = trained(kind=kind)
+@pytest.mark.parametrize("optimizer_class", KINDS)
+def test_a_state_of_an_older_release_loads_as_one_of_this_one_does(optimizer_class, into):
+    _, optimizer = trained(optimizer_class=optimizer_class)
     saved = through_a_file(optimizer.state_dict())
     assert any(value.dtype == INT8 for value in as_before(saved)["state"][0].values())
-    (_, one), (_, two) = (trained(into, kind, steps=0) for _ in range(2))
+    (_, one), (_, two) = (trained(into, optimizer_class, steps=0) for _ in range(2))
     one.load_state_dict(saved)
     two.load_state_dict(as_before(saved))
     for first, second in zip(one.state.values(), two.state.values(), strict=True):
@@ -160,19 +160,19 @@ def test_codes_of_an_older_checkpoint_that_was_read_into_fp32_moments_are_refuse
         other.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
-def test_torch_s_distributed_state_dict_brings_codes_back(kind):
+@pytest.mark.parametrize("optimizer_class", [optim.AdamW, optim.SGD])
+def test_torch_s_distributed_state_dict_brings_codes_back(optimizer_class):
     def made():
         model = nn.Linear(7, 5)
-        options = {"momentum": 0.9} if kind is optim.SGD else {}
-        return model, kind(model.parameters(), lr=1e-2, state_dtype="int8", **options)
+        options = {"momentum": 0.9} if optimizer_class is optim.SGD else {}
+        return model, optimizer_class(model.parameters(), lr=1e-2, state_dtype="int8", **options)
 
     (model, optimizer), (other, its) = made(), made()
     other.load_state_dict(model.state_dict())
     for step in range(4):
-        for each in (model, other) if step == 3 else (model,):
-            each.zero_grad()
-            each(torch.linspace(-1, 1, 7) * (step + 1)).square().sum().backward()
+        for net in (model, other) if step == 3 else (model,):
+            net.zero_grad()
+            net(torch.linspace(-1, 1, 7) * (step + 1)).square().sum().backward()
         optimizer.step()
         if step == 2:
             set_optimizer_state_dict(other, its, get_optimizer_state_dict(model, optimizer))
@@ -220,7 +220,7 @@ def convolution(memory_format):
     "formats", [(torch.channels_last, torch.contiguous_format), (torch.contiguous_format, torch.channels_last)]
 )
 def test_codes_of_another_memory_order_are_decoded_where_strides_tell_and_refused_where_they_do_not(formats):
-    there, here = (convolution(each) for each in formats)
+    there, here = (convolution(layout) for layout in formats)
     _, first = trained(params=there)
     _, second = trained(params=here, steps=0)
     saved = through_a_file(first.state_dict())
@@ -229,9 +229,9 @@ def test_codes_of_another_memory_order_are_decoded_where_strides_tell_and_refuse
         codes = second.state[here[0]][f"{name}_codes"]
         assert codes.stride() == here[0].stride()
         wanted = torch.empty_like(here[0]).copy_(value)  # in this order, so that groups are of other neighbours
-        found = encode(wanted, codes.dtype)
-        assert torch.equal(codes, found[0])
-        assert torch.equal(second.state[here[0]][f"{name}_scale"], found[1])
+        encoded = encode(wanted, codes.dtype)
+        assert torch.equal(codes, encoded[0])
+        assert torch.equal(second.state[here[0]][f"{name}_scale"], encoded[1])
     for name in ("exp_avg_codes", "exp_avg_sq_codes"):
         saved["state"][0][name] = torch.empty_like(here[0], dtype=saved["state"][0][name].dtype).copy_(
             saved["state"][0][name]
@@ -291,12 +291,12 @@ DAMAGED = [
 def test_damaged_codes_are_refused_and_nothing_is_loaded(into):
     good = copy.deepcopy(trained()[1].state_dict())
     params, optimizer = trained(into, steps=1)
-    for place, damage, *words in DAMAGED:
+    for entry, damage, *words in DAMAGED:
         bad = copy.deepcopy(good)
         state = bad["state"][0]
-        state[place] = damage(state)
-        if state[place] is None:
-            del state[place]
+        state[entry] = damage(state)
+        if state[entry] is None:
+            del state[entry]
         with refused(StateError, *words, parts=[optimizer, *params]):
             optimizer.load_state_dict(bad)
     optimizer.load_state_dict(good)

@@ -48,10 +48,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("kind, way", [*WAYS, (optim.Lion, through_a_file)])
-def test_copies_go_on_as_the_original_would(kind, way):
+@pytest.mark.parametrize("optimizer_class, way", [*WAYS, (optim.Lion, through_a_file)])
+def test_copies_go_on_as_the_original_would(optimizer_class, way):
     params = parameters()
-    optimizer = kind(params, lr=0.1)
+    optimizer = optimizer_class(params, lr=0.1)
     train(params, optimizer, range(2))
     copied, twin = way((params, optimizer))
     train(copied, twin, range(2, 5))
@@ -70,8 +70,8 @@ def test_edits_of_weights_are_seen_whatever_made_them(dtype):
             for param in param_list:
                 param.copy_(param.mul(64).round().div(64))
 
-        def step(optimizer=optimizer, each=param_list):
-            for param in each:
+        def step(optimizer=optimizer, weights=param_list):
+            for param in weights:
                 param.grad = torch.full_like(param, 2.0**-4)
             optimizer.step()
 

@@ -29,7 +29,7 @@ class PlainLion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for param in (each for each in group["params"] if each.grad is not None):
+            for param in (candidate for candidate in group["params"] if candidate.grad is not None):
                 state, (beta1, beta2) = self.state[param], group["betas"]
                 momentum = state.setdefault("exp_avg", torch.zeros_like(param))
                 param.sub_((momentum * beta1 + (1 - beta1) * param.grad).sign(), alpha=group["lr"])
@@ -108,9 +108,9 @@ def move(optimizer, param, draw):
 
 def replace_param(optimizer, param, draw):
     group = optimizer.param_groups[-1]
-    place = len(group["params"]) - 1
-    old = group["params"][place]
-    group["params"][place] = nn.Parameter(old.detach().clone())
+    index = len(group["params"]) - 1
+    old = group["params"][index]
+    group["params"][index] = nn.Parameter(old.detach().clone())
     optimizer.state.pop(old, None)
 
 
@@ -157,12 +157,12 @@ def in_groups(optimizer):
 @pytest.mark.parametrize("pair", PAIRS)
 def test_whatever_is_put_into_the_state_steps_are_torch_s(pair, seed):
     mine, theirs, options = PAIRS[pair]
-    ours, other = (kind(groups_of(shapes(seed)), lr=0.01, **options) for kind in (mine, theirs))
+    ours, other = (optimizer_class(groups_of(shapes(seed)), lr=0.01, **options) for optimizer_class in (mine, theirs))
     draw, done = random.Random(f"{pair} {seed}"), []
     for step in range(25):
-        for place in range(len(in_groups(ours))):
+        for index in range(len(in_groups(ours))):
             if draw.random() < 0.1:  # counts part
-                in_groups(ours)[place].grad = in_groups(other)[place].grad = None
+                in_groups(ours)[index].grad = in_groups(other)[index].grad = None
         ours.step()
         other.step()
         assert ulps(in_groups(ours), in_groups(other)) <= 64, done
@@ -170,10 +170,10 @@ def test_whatever_is_put_into_the_state_steps_are_torch_s(pair, seed):
             agree(ours.state.get(one, {}), other.state.get(two, {}), done)
         same_keys(ours.state_dict(), other.state_dict())
         if draw.random() < 0.7:
-            name, place, number = draw.choice(list(EDITS)), draw.randrange(5), draw.random()
-            done.append((step, name, place))
+            name, index, number = draw.choice(list(EDITS)), draw.randrange(5), draw.random()
+            done.append((step, name, index))
             for optimizer in (ours, other):
-                EDITS[name](optimizer, in_groups(optimizer)[place], random.Random(number))
+                EDITS[name](optimizer, in_groups(optimizer)[index], random.Random(number))
         for optimizer in (ours, other):
             give_gradients(in_groups(optimizer), step)
 
@@ -190,9 +190,10 @@ def agree(one, two, done):
 def same_keys(one, two):
     """Two state dicts have the same names; torch's SGD counts nothing."""
     of_params = [
-        {key: set(entry) - {"step"} for key, entry in each["state"].items() if key != "epoch"} for each in (one, two)
+        {key: set(entry) - {"step"} for key, entry in state_dict["state"].items() if key != "epoch"}
+        for state_dict in (one, two)
     ]
-    one, two = ({key: names for key, names in each.items() if names} for each in of_params)
+    one, two = ({key: names for key, names in entries.items() if names} for entries in of_params)
     assert one == two
 
 
@@ -241,9 +242,9 @@ def of_numbers(name):
 
 
 @pytest.mark.parametrize("dtype, state_dtype", STORED)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_state_holds_is_what_is_saved_and_used(kind, dtype, state_dtype):
-    make, options = KINDS[kind]
+@pytest.mark.parametrize("optimizer_class", KINDS)
+def test_what_the_state_holds_is_what_is_saved_and_used(optimizer_class, dtype, state_dtype):
+    make, options = KINDS[optimizer_class]
     for number, name in enumerate(LOW_EDITS):
         params, others = shapes(0), shapes(0)
         one, two = (
@@ -303,9 +304,9 @@ def test_another_dtype_of_the_moments_holds_from_the_next_step_on():
 @pytest.mark.parametrize("pair", ["adamw", "momentum"])
 def test_two_optimizers_exchange_their_states(pair):
     ends = []
-    for kind in PAIRS[pair][:2]:
+    for optimizer_class in PAIRS[pair][:2]:
         params = parameters()
-        one, two = (kind(params, lr=lr, **PAIRS[pair][2]) for lr in (0.01, 0.02))
+        one, two = (optimizer_class(params, lr=lr, **PAIRS[pair][2]) for lr in (0.01, 0.02))
         train(params, one, range(3))
         train(params, two, range(3, 5))
         one.state, two.state = two.state, one.state
@@ -391,11 +392,11 @@ def test_where_memory_runs_out_the_state_is_as_it_was_and_the_step_can_be_taken_
         return plain(*args)
 
     for step in range(4):
-        for each, its in ((params, optimizer), (others, other)):
-            give_gradients(each, step)
+        for weights, its in ((params, optimizer), (others, other)):
+            give_gradients(weights, step)
             if step == 2:
-                its.state.pop(each[0])
-                its.state[each[4]]["exp_avg"] = torch.ones(())
+                its.state.pop(weights[0])
+                its.state[weights[4]]["exp_avg"] = torch.ones(())
         if step in (0, 2):
             calls.clear()
             with monkeypatch.context() as patched:
@@ -444,9 +445,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, state_dtype, edit, words", [(*row[:3], row[3:]) for row in REFUSED])
-def test_what_no_step_can_use_is_refused_before_anything_is_written(kind, state_dtype, edit, words):
-    make, options = KINDS[kind]
+@pytest.mark.parametrize("optimizer_class, state_dtype, edit, words", [(*row[:3], row[3:]) for row in REFUSED])
+def test_what_no_step_can_use_is_refused_before_anything_is_written(optimizer_class, state_dtype, edit, words):
+    make, options = KINDS[optimizer_class]
     params = parameters()
     optimizer = make([{"params": params[1:]}, {"params": params[:1]}], lr=0.01, state_dtype=state_dtype, **options)
     train(params, optimizer, range(2))

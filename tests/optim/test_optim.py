@@ -102,7 +102,7 @@ def test_where_a_session_says_so_updates_of_a_low_weight_are_rounded_to_nearest(
 
 
 @pytest.mark.parametrize(
-    "kind, executor",
+    "optimizer_class, executor",
     [
         (optim.AdamW, Cpp()),
         (optim.AdamW, Portable()),
@@ -111,10 +111,10 @@ def test_where_a_session_says_so_updates_of_a_low_weight_are_rounded_to_nearest(
         (optim.Lion, Cpp()),
     ],
 )
-def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(kind, executor, monkeypatch):
+def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(optimizer_class, executor, monkeypatch):
     monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: executor)
     one, other = parameters(), parameters()
-    low, wide = kind(one, lr=1e-2), kind(other, lr=1e-2)
+    low, wide = optimizer_class(one, lr=1e-2), optimizer_class(other, lr=1e-2)
     halved(one, torch.bfloat16)
     for step in range(8):
         give_gradients(one, step, dtype=(torch.bfloat16, torch.float32)[step % 2])

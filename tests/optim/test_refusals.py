@@ -61,20 +61,20 @@ REFUSED = [
     (optim.SGD, {"nesterov": True}, "nesterov needs momentum and no dampening"),
     (optim.SGD, {"differentiable": True}, "SGD takes no differentiable=True", "; torch.optim's where it is True"),
     (optim.Adam, {"decoupled_weight_decay": True}, "takes no decoupled_weight_decay=True", "mezzo.optim.AdamW"),
-    *((kind, {name: True}, f"{kind.__name__} takes no {name}=True", "why    a step here is always one pass that ",
+    *((maker, {name: True}, f"{maker.__name__} takes no {name}=True", "why    a step here is always one pass that ",
        "so that a CUDA graph can capture it", "write  leave it out")
-      for kind in EVERY for name in ("fused", "foreach", "capturable")),
+      for maker in EVERY for name in ("fused", "foreach", "capturable")),
 ]  # fmt: skip
 #: Of these, what a program may also write into a group between two steps.
 NUMBERS = {"lr", "betas", "eps", "weight_decay", "dampening"}
 
 
 def test_what_a_group_must_not_say_is_refused_wherever_it_is_said():
-    for kind, options, *words in REFUSED:
+    for optimizer_class, options, *words in REFUSED:
         with refused(PolicyError, *words):
-            kind([weight_of()], **options)
+            optimizer_class([weight_of()], **options)
         param = weight_of()
-        optimizer = kind([param], lr=0.01)
+        optimizer = optimizer_class([param], lr=0.01)
         give_gradients([param], 0)
         optimizer.step()
         if optimizer.defaults.keys() >= options.keys():
@@ -96,12 +96,12 @@ def test_everything_wrong_is_said_at_once_and_misspellings_get_the_nearest_name(
 
 
 def test_a_set_has_no_order_that_a_state_could_belong_to():
-    for kind, collection in zip(EVERY, (set, frozenset, set, frozenset), strict=True):
+    for optimizer_class, collection in zip(EVERY, (set, frozenset, set, frozenset), strict=True):
         words = "ordered collections, not in a ", "set", "why    its order changes", "write  a list of them"
-        optimizer = kind([weight_of()])
+        optimizer = optimizer_class([weight_of()])
         for call in (
-            lambda kind=kind, its=collection: kind(its([weight_of()])),
-            lambda kind=kind, its=collection: kind([{"params": its([weight_of()])}]),
+            lambda optimizer_class=optimizer_class, its=collection: optimizer_class(its([weight_of()])),
+            lambda optimizer_class=optimizer_class, its=collection: optimizer_class([{"params": its([weight_of()])}]),
             lambda its=collection, one=optimizer: one.add_param_group({"params": its([weight_of()])}),
         ):
             with refused(TypeError, *words, parts=[optimizer]):
@@ -112,14 +112,14 @@ def test_a_set_has_no_order_that_a_state_could_belong_to():
 
 
 def test_weights_that_no_optimizer_updates_are_refused_before_anything_is_made():
-    for kind, dtype in zip(EVERY, [FP64, torch.complex64, torch.float8_e4m3fn, FP64], strict=True):
+    for optimizer_class, dtype in zip(EVERY, [FP64, torch.complex64, torch.float8_e4m3fn, FP64], strict=True):
         name, wrong = str(dtype).removeprefix("torch."), nn.Parameter(torch.ones(2, 3).to(dtype))
         words = "weights in a format", f"a parameter ({name}, shape (2, 3))", "weights are float32, float16"
-        optimizer = kind([weight_of()], state_dtype="int8")
+        optimizer = optimizer_class([weight_of()], state_dtype="int8")
         with refused(PolicyError, *words):
-            kind([weight_of(), wrong], state_dtype="int8")
+            optimizer_class([weight_of(), wrong], state_dtype="int8")
         with refused(PolicyError, f"head.weight ({name}"):
-            kind([("head.weight", wrong)])
+            optimizer_class([("head.weight", wrong)])
         with refused(PolicyError, *words, parts=[optimizer]):
             optimizer.add_param_group({"params": (param for param in [wrong])})  # a generator
         optimizer.add_param_group({"params": (param for param in [weight_of()])})
@@ -142,39 +142,39 @@ def test_weights_that_are_not_trained_may_be_anything_and_those_that_become_floa
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_dtypes_may_be_mixed_in_one_group_and_a_nan_stays_where_it_is(kind):
+@pytest.mark.parametrize("optimizer_class", EVERY)
+def test_dtypes_may_be_mixed_in_one_group_and_a_nan_stays_where_it_is(optimizer_class):
     """Each is updated as it would be by an optimizer of its own, but for last bits: short ones go through one call."""
     dtypes = [FP32, BF16, FP16, FP32, BF16]
     together = [weight_of() for _ in dtypes]
     for param in together:
         param.data[1], param.data[3] = math.nan, -math.nan
     alone = copy.deepcopy(together)
-    one, others = kind(together, lr=0.01), [kind([param], lr=0.01) for param in alone]
+    one, others = optimizer_class(together, lr=0.01), [optimizer_class([param], lr=0.01) for param in alone]
     for params in (together, alone):
         for param, dtype in zip(params, dtypes, strict=True):
             halved([param], dtype)
     for step in range(3):
         for params in (together, alone):
             give_gradients(params, step)
-        for each in (one, *others):
-            each.step()
+        for stepped in (one, *others):
+            stepped.step()
     for param, own in zip(together, alone, strict=True):
         torch.testing.assert_close(values([param]), values([own]), rtol=2**-21, atol=2**-24, equal_nan=True)
         assert param.isnan().nonzero().flatten().tolist() == [1, 3]
         assert not torch.equal(param.nan_to_num(), weight_of().nan_to_num())
 
 
-@pytest.mark.parametrize("kind, dtype", [(optim.AdamW, BF16), (optim.SGD, FP16)])
-def test_low_weights_of_no_model_are_refused_before_anything_is_made(kind, dtype):
+@pytest.mark.parametrize("optimizer_class, dtype", [(optim.AdamW, BF16), (optim.SGD, FP16)])
+def test_low_weights_of_no_model_are_refused_before_anything_is_made(optimizer_class, dtype):
     owned, alone, idle = weight_of(), weight_of(dtype), weight_of(dtype)
-    optimizer = kind([{"params": [owned]}, {"params": [alone, idle]}], lr=0.01)
+    optimizer = optimizer_class([{"params": [owned]}, {"params": [alone, idle]}], lr=0.01)
     halved([owned], dtype)
     give_gradients([owned, alone], 0)
     before, name = owned.detach().clone(), str(dtype)[6:]
     words = (
         f"{name} weights without a remainder\n"
-        f"  where  {kind.__name__}, group 1: {name} [7]\n"
+        f"  where  {optimizer_class.__name__}, group 1: {name} [7]\n"
         f"  why    an update below half a unit in the last place of {name} is lost\n"
         "  write  mezzo.prepare(model.float(), policy), or mezzo.MixedPrecision(model.float(), optimizer, policy), "
         "with O2: weights are FP32, stored in two halves"
@@ -187,9 +187,9 @@ def test_low_weights_of_no_model_are_refused_before_anything_is_made(kind, dtype
 
 
 def test_a_weight_that_was_resized_or_moved_since_is_refused():
-    for kind, dtype in ((optim.AdamW, FP32), (optim.AdamW, BF16), (optim.Lion, BF16)):
+    for optimizer_class, dtype in ((optim.AdamW, FP32), (optim.AdamW, BF16), (optim.Lion, BF16)):
         one, two = weight_of(), weight_of(shape=(2, 8))
-        optimizer = kind([one, two], lr=0.01)
+        optimizer = optimizer_class([one, two], lr=0.01)
         halved([one, two], dtype)
         give_gradients([one, two], 0)
         optimizer.step()

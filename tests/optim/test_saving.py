@@ -28,8 +28,8 @@ def weights(count=2):
 
 def train(params, optimizer, steps=3):
     for step in range(steps):
-        for place, param in enumerate(params):
-            param.grad = torch.full_like(param, 0.1 * (step + place + 1))
+        for index, param in enumerate(params):
+            param.grad = torch.full_like(param, 0.1 * (step + index + 1))
         optimizer.step()
 
 
@@ -43,11 +43,11 @@ def through_a_file(value):
 # Hooks --------------------------------------------------------------------------------------------------
 
 
-def watched(kind, options):
+def watched(optimizer_class, options):
     """Train one, and load it into another, with all four kinds of hooks, of which some replace what they see."""
     seen = []
     params = weights()
-    one, two = kind(params, lr=0.1, **options), kind(weights(), lr=0.5, **options)
+    one, two = optimizer_class(params, lr=0.1, **options), optimizer_class(weights(), lr=0.5, **options)
     train(params, one)
 
     def note(name, state):
@@ -94,8 +94,10 @@ def test_all_four_kinds_of_hooks_run_where_torch_s_do_and_see_what_torch_s_see(p
     (one, keys, first), (two, same_keys, second) = watched(mine, options), watched(theirs, options)
     if pair == "sgd":  # torch's counts nothing
         one = [
-            (*each[:2], [tuple(n for n in k if n != "step") for k in each[2]], *each[3:]) if len(each) > 2 else each
-            for each in one
+            (*event[:2], [tuple(n for n in k if n != "step") for k in event[2]], *event[3:])
+            if len(event) > 2
+            else event
+            for event in one
         ]
     assert one == two
     assert keys == same_keys
@@ -125,10 +127,10 @@ def test_torch_goes_on_from_a_saved_count(options):
 # What users note down, and numbers of NumPy's -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
-def test_what_users_note_in_the_state_is_saved_and_loaded(kind):
+@pytest.mark.parametrize("optimizer_class", [optim.AdamW, optim.SGD])
+def test_what_users_note_in_the_state_is_saved_and_loaded(optimizer_class):
     params, others = weights(), weights()
-    optimizer, loaded = kind(params), kind(others)
+    optimizer, loaded = optimizer_class(params), optimizer_class(others)
     optimizer.state["epoch"] = 3
     optimizer.state["history"] = [1.0, torch.ones(2)]
     train(params, optimizer)
@@ -176,9 +178,9 @@ def test_parameters_without_an_entry_begin_anew():
 
 
 def test_a_count_is_saved_exactly():
-    for kind, count in zip(EVERY * 2, (0, 1, 2**24 - 1, 2**24 + 1, 2**31 + 1, 2**53 - 1), strict=False):
+    for optimizer_class, count in zip(EVERY * 2, (0, 1, 2**24 - 1, 2**24 + 1, 2**31 + 1, 2**53 - 1), strict=False):
         params, others = weights(), weights()
-        optimizer, loaded = kind(params), kind(others)
+        optimizer, loaded = optimizer_class(params), optimizer_class(others)
         train(params, optimizer, 1)
         for param in params:
             optimizer.state[param]["step"].fill_(count)
@@ -187,11 +189,11 @@ def test_a_count_is_saved_exactly():
 
 
 def test_numbers_of_numpy_s_are_numbers():
-    for kind, number in zip(
+    for optimizer_class, number in zip(
         EVERY, (numpy.float32(0.5), numpy.float64(0.5), numpy.float16(0.5), Fraction(1, 2)), strict=True
     ):
         one, other = weights(), weights()
-        optimizer, same = kind(one, lr=number), kind(other, lr=0.5)
+        optimizer, same = optimizer_class(one, lr=number), optimizer_class(other, lr=0.5)
         train(one, optimizer)
         train(other, same)
         for mine, plain in ((optimizer, number / 2), (same, 0.25)):  # in mid-run, as a scheduler does
@@ -245,20 +247,20 @@ def test_what_no_optimizer_of_the_kind_has_written_is_named_and_nothing_is_loade
     train(params, optimizer)
     good = copy.deepcopy(optimizer.state_dict())
     for path, value, says in MALFORMED:
-        bad = place = copy.deepcopy(good)
+        bad = entry = copy.deepcopy(good)
         *way, last = path or [None]
         for step in way:
-            place = place[step]
+            entry = entry[step]
         if last is None:
             bad = value
         elif value is None:
-            del place[last]
+            del entry[last]
         else:
-            place[last] = value
+            entry[last] = value
         with refused((StateError, AttributeError, TypeError, ValueError), says, parts=[optimizer, *params]):
             optimizer.load_state_dict(bad)
-    for kind, make, says in OTHERS:
-        mine = kind(weights())
+    for optimizer_class, make, says in OTHERS:
+        mine = optimizer_class(weights())
         with refused((StateError, ValueError), says, parts=[mine]):
             mine.load_state_dict(make(weights()).state_dict())
 

@@ -19,9 +19,9 @@ from mezzo.weights.stepping import in_memory
 from .halved import halved
 
 
-def optimizer_of(kind, dtype=torch.float32, length=20):
+def optimizer_of(name, dtype=torch.float32, length=20):
     params = [Parameter(torch.linspace(-1, 1, length)) for _ in range(2)]
-    optimizer = getattr(mezzo.optim, kind)([{"params": [params[0]]}, {"params": [params[1]]}], lr=0.01)
+    optimizer = getattr(mezzo.optim, name)([{"params": [params[0]]}, {"params": [params[1]]}], lr=0.01)
     halved(params, dtype)
     gradients(params, 0)
     optimizer.step()
@@ -38,7 +38,7 @@ def facts(params, optimizer):
 
 
 def same(one, other):
-    pairs = zip(*(torch.utils._pytree.tree_leaves(each) for each in (one, other)), strict=True)
+    pairs = zip(*(torch.utils._pytree.tree_leaves(side) for side in (one, other)), strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
@@ -48,17 +48,17 @@ WRITERS = (optimizer_module.__file__, verdict.__file__, portable.__file__, cpp._
 @pytest.mark.parametrize("executor, stride", [("kernels", 1), ("block by block", 3)])
 def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_or_not_begun(executor, stride, monkeypatch):
     """Block by block there are many lines, and all within what an interrupt waits for: every third one."""
-    kind, dtype = "AdamW", torch.bfloat16
+    name, dtype = "AdamW", torch.bfloat16
     if executor != "kernels":
         monkeypatch.setattr(optimizer_module, "executor_for", lambda _: portable.Portable())
     wholes = []
     for steps in (1, 2):
-        params, optimizer = optimizer_of(kind, dtype)
+        params, optimizer = optimizer_of(name, dtype)
         gradients(params, 1)
         for _ in range(steps - 1):
             optimizer.step()
         wholes.append(facts(params, optimizer))
-    lines, at, found = itertools.count(), None, []
+    lines, at, interrupted = itertools.count(), None, []
 
     def trace(frame, event, _):
         if frame.f_code.co_filename not in WRITERS:
@@ -67,33 +67,33 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_or_not_begun(executo
             signal.raise_signal(signal.SIGINT)
         return trace
 
-    while at is None or found[-1]:  # until the line is beyond the step
-        params, optimizer = optimizer_of(kind, dtype)
+    while at is None or interrupted[-1]:  # until the line is beyond the step
+        params, optimizer = optimizer_of(name, dtype)
         gradients(params, 1)
         at, lines = 0 if at is None else at + stride, itertools.count()
         before = sys.gettrace()
         sys.settrace(trace)
         try:
             optimizer.step()
-            found.append(False)
+            interrupted.append(False)
         except KeyboardInterrupt:
-            found.append(True)
+            interrupted.append(True)
         finally:
             sys.settrace(before)
         now = facts(params, optimizer)
-        assert any(same(now, whole) for whole in (wholes if found[-1] else wholes[1:])), at
+        assert any(same(now, whole) for whole in (wholes if interrupted[-1] else wholes[1:])), at
         optimizer.step()  # and another one finds nothing in its way
     assert at > 40
 
 
 def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, caplog):
     """A gradient of another dtype needs another kernel, when the compiler may be gone."""
-    kind = "Lion"
+    name = "Lion"
     if not isinstance(choose.executor_for(torch.device("cpu")), cpp.Cpp):
         pytest.skip("needs a C++ compiler")
     portable.warn_once.cache_clear()
-    params, optimizer = optimizer_of(kind, torch.bfloat16, 1 << 16)
-    others, other = optimizer_of(kind, torch.bfloat16, 1 << 16)
+    params, optimizer = optimizer_of(name, torch.bfloat16, 1 << 16)
+    others, other = optimizer_of(name, torch.bfloat16, 1 << 16)
     for param_list in (params, others):
         gradients(param_list, 1)
         for param in param_list:

@@ -285,23 +285,23 @@ CURES = [
 
 
 def test_the_cure_of_a_forward_overflow(make, step, cured):
-    def build(kind):
-        if isinstance(kind, str):
-            return make(kind, gain={"transformer": 400.0, "chain": 1e5}[kind])
+    def build(network):
+        if isinstance(network, str):
+            return make(network, gain={"transformer": 400.0, "chain": 1e5}[network])
         torch.manual_seed(0)
-        return kind(), torch.randn(2, 5, 8)
+        return network(), torch.randn(2, 5, 8)
 
     for row in CURES:
-        kind, policy, size, culprit, cure = row
+        network, policy, size, culprit, cure = row
         policy = mezzo.Policy.parse(policy)
-        model, x = build(kind)
+        model, x = build(network)
         overflow = locate(step(model, policy, x * size), model, policy=policy)
         assert (overflow.kind, overflow.phase, overflow.tensor.dtype) == ("range", "forward", "float16"), row
         assert f"{overflow.module} {overflow.op} {overflow.tensor.name}" == culprit, row
         assert 1 < overflow.share == overflow.needed / 65504, row
         assert overflow.cure == (cure if cure.startswith("policy") else assignment(cure)), row
         policy = cured(overflow, policy)
-        model, x = build(kind)
+        model, x = build(network)
         assert locate(step(model, policy, x * size), model, policy=policy) is None, row
 
 

@@ -221,8 +221,8 @@ def test_one_model_feeds_another(which, phase, holder):
     assert phase == "backward" or overflow.code.endswith("# here")  # the user's line is that of the call
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple"])
-def test_several_outputs_and_several_backward_passes(kind):
+@pytest.mark.parametrize("container", ["dict", "tuple"])
+def test_several_outputs_and_several_backward_passes(container):
     class Heads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -231,15 +231,17 @@ def test_several_outputs_and_several_backward_passes(kind):
         def forward(self, *, batch):
             a, b = self.one(batch["x"]), self.two(batch["x"]) * torch.tensor(1e30)
             return (
-                {"ids": torch.arange(2), "a": a, "b": b * 1e30} if kind == "dict" else (torch.arange(2), [a, b * 1e30])
+                {"ids": torch.arange(2), "a": a, "b": b * 1e30}
+                if container == "dict"
+                else (torch.arange(2), [a, b * 1e30])
             )
 
     loop, batch = Loop(Heads(), policy="O0"), {"x": torch.ones(1, 2)}
     # "b" is infinite, and no gradient comes to it.
-    loop.step(batch=batch, loss=lambda out: (out["a"] if kind == "dict" else out[1][0]).sum())
+    loop.step(batch=batch, loss=lambda out: (out["a"] if container == "dict" else out[1][0]).sum())
     assert loop.locate() is None
     loop.replay.clear()
-    loop.step(batch=batch, loss=lambda out: (out["b"] if kind == "dict" else out[1][1]).square().sum())
+    loop.step(batch=batch, loss=lambda out: (out["b"] if container == "dict" else out[1][1]).square().sum())
     batch.clear()  # the user's own dict is no matter
     assert shown(loop.locate()) == ("", "mul", "forward", "output")
     model = nn.Linear(2, 2, bias=False)

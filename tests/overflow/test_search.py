@@ -172,18 +172,18 @@ def test_what_leads_nowhere_and_outputs_of_every_kind():
     kinds = (lambda *parts: {"logits": parts[0], "aux": parts[1]}, lambda *parts: parts, Output)
 
     class Structured(nn.Module):
-        def __init__(self, kind):
+        def __init__(self, container):
             super().__init__()
-            self.layer, self.kind = nn.Linear(4, 4), kind
+            self.layer, self.container = nn.Linear(4, 4), container
             nn.init.ones_(self.layer.weight)
             nn.init.zeros_(self.layer.bias)
 
         def forward(self, x):
             logits = self.layer(x)
-            return self.kind(logits, (logits.argmax(-1), logits.sqrt()))
+            return self.container(logits, (logits.argmax(-1), logits.sqrt()))
 
-    for kind in kinds:
-        model = Structured(kind)
+    for container in kinds:
+        model = Structured(container)
         assert locate(lambda: model(-torch.ones(2, 4)), model).op == "sqrt"  # noqa: B023 - called at once
         assert locate(lambda: model(torch.ones(2, 4)), model) is None  # noqa: B023
     pair = Structured(kinds[1])

@@ -29,8 +29,8 @@ _BY_HAND = {
 def registrations(key):
     """Overload names with a kernel of their own for a dispatch key, in the installed torch."""
     names = torch._C._dispatch_get_all_op_names()
-    found = (n for n in names if n.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
-    return {name.removeprefix("aten::") for name in found}
+    registered = (n for n in names if n.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(n, key))
+    return {name.removeprefix("aten::") for name in registered}
 
 
 def header_lists():
@@ -160,7 +160,9 @@ def cases(num_samples):
         low, low_kwargs = _narrow(tuple(given)), {key: _narrow(value) for key, value in kwargs.items()}
         yield name, variant, number, "wide", function, given, kwargs
         yield name, variant, number, "low", function, low, low_kwargs
-        if any(each.dtype == torch.float32 for each in _leaves((*given[1:], *kwargs.values())) if _eligible(each)):
+        if any(
+            operand.dtype == torch.float32 for operand in _leaves((*given[1:], *kwargs.values())) if _eligible(operand)
+        ):
             yield name, variant, number, "mixed", function, (low[0], *given[1:]), kwargs
 
 

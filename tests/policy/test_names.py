@@ -86,11 +86,11 @@ def same(one, other):
 def test_what_is_said_of_a_name_is_said_of_that_module(name, level):
     """By its class, by its name as it is, by its glob; on its parameters; with neighbours that a glob would take."""
     by_path = {"body.p": f"body.{name}", "body.p.weight": f"body.{name}.weight"}
-    for kind, path in (("module", "body.p"), ("param", "body.p.weight")):
-        plain = trained(network("p", "q", "r"), Policy.parse(level).evolve(rules=[Rule("fp32", **{kind: path})]))
+    for field, path in (("module", "body.p"), ("param", "body.p.weight")):
+        plain = trained(network("p", "q", "r"), Policy.parse(level).evolve(rules=[Rule("fp32", **{field: path})]))
         texts = [exact(by_path[path])] if name in "*?" else [by_path[path], exact(by_path[path])]
         for text in texts:
-            policy = Policy.parse(level).evolve(rules=[Rule("fp32", **{kind: text})])
+            policy = Policy.parse(level).evolve(rules=[Rule("fp32", **{field: text})])
             same(trained(network(name, "c", "d"), policy), plain)
             same(trained(network(name, "c", "d"), str(policy)), plain)
     pinned = trained(network("p", "q", "r", pinned="p"), level)
@@ -114,11 +114,11 @@ def test_a_users_glob_stays_one():
     model = network("[cls]", "c", "s")
     for text, wanted in (("body.[cs]", [1, 0, 0]), ("body.*", [0, 0, 0]), ("body.[cls]", [0, 1, 1])):
         halves, _ = trained(model, f"O2,bf16,fp32_module={text}")
-        assert halves == [bool(each) for each in wanted], text
+        assert halves == [bool(flag) for flag in wanted], text
     policy = Policy.O1("bf16").keep_fp32(modules=["body.[cls]"])  # where no model is known
     assert policy.explain("linear", "body.[cls]").treatment == "fp32"
     with numerics.Recorder(model, kinds=("weights",), modules=["body.[cls]"]) as recorder:
-        assert [each.path for each in recorder.evidence.header.modules if each.path] == ["body.[cls]"]
+        assert [module.path for module in recorder.evidence.header.modules if module.path] == ["body.[cls]"]
     assert trained(network("*", "c", "s"), "O2,bf16,fp32_module=body.*")[0] == [False] * 3
 
 
@@ -132,7 +132,7 @@ def test_parameters_by_their_names(name):
 
     for text in {exact(f"w.{name}"), f"w.{name}" if name not in "*?" else exact(f"w.{name}")}:
         prepared = mezzo.prepare(model(name), Policy.O2("bf16").keep_fp32(params=[text]))
-        stored = {key: isinstance(each, mezzo.weights.Halves) for key, each in prepared.model.w.items()}
+        stored = {key: isinstance(weight, mezzo.weights.Halves) for key, weight in prepared.model.w.items()}
         assert stored == {name: False, "c": True}
 
 

@@ -52,13 +52,13 @@ def listed(device):
 @pytest.mark.parametrize("device, count", [("CUDA", 118), ("CPU", 124)])
 def test_every_op_on_torch_s_lists_has_a_row_that_agrees(device, count):
     """By overload. When this fails for the CPU, torch changed its lists: note it in ``tests/policy/torch_lists.py``."""
-    registered, said = torch_itself["registrations"](f"Autocast{device}"), listed(device)
+    registered, treatments = torch_itself["registrations"](f"Autocast{device}"), listed(device)
     assert len(registered) >= count
-    assert set(said) - (set() if torch.version.cuda else {"_cudnn_rnn"}) == registered
+    assert set(treatments) - (set() if torch.version.cuda else {"_cudnn_rnn"}) == registered
     assert lists.registered(device) == {name.split(".")[0] for name in registered}
     overrides = {"linalg_pinv", "linalg_lu_solve", "linalg_lu_factor", "lstm"}  # said so in their notes, or in parts
     sums = {"scatter_add"}  # promoted by torch, and rounded once here, where CUDA adds in the operands' dtype
-    for name, treatment in said.items():
+    for name, treatment in treatments.items():
         row = OPS[resolve(f"aten::{name}")]
         if row.name not in overrides:
             assert (name, getattr(row, device.lower())) == (name, treatment)
@@ -212,13 +212,13 @@ def test_every_module_with_a_functional_form_resolves():
 
 
 def test_unknown_names_suggest_the_nearest():
-    for wrong, near in (
+    for wrong, nearest in (
         ("layer_nrom", "layer_norm"), ("Sofmax", "softmax"), ("torch.linalg.invv", "linalg_inv"), ("MatMul", "matmul"),
         ("elementwise_ad", "elementwise_add"), ("conv_2d", "conv2d"), ("SOFTMAX", "softmax"), ("LayrNorm", "LayerNorm"),
     ):  # fmt: skip
         with pytest.raises(PolicyError, match=re.escape(f"unknown op {wrong!r}")) as caught:
             resolve(wrong)
-        assert near.lower().replace("_", "") in str(caught.value).lower().replace("_", "")
+        assert nearest.lower().replace("_", "") in str(caught.value).lower().replace("_", "")
         assert "did you mean" in str(caught.value)
     with pytest.raises(PolicyError, match="unknown op 'qqqqqq'") as caught:
         resolve("qqqqqq")
@@ -241,7 +241,7 @@ def test_views_are_never_cast_for_a_write_to_the_copy_would_be_lost():
 
 
 IN_PLACE = sorted(
-    {name for place in (torch, torch.Tensor, functional, torch._C._nn) for name in dir(place) if is_in_place(name)}
+    {name for owner in (torch, torch.Tensor, functional, torch._C._nn) for name in dir(owner) if is_in_place(name)}
 )
 
 
@@ -260,18 +260,18 @@ def test_in_place_and_out_forms_are_explained_by_what_returns_a_new_tensor():
     """Asked of a policy, and of each device it may run on."""
     assert len(IN_PLACE) > 150
     policy = Policy.O1("float16").low("gelu").fp32("add").native("tan").ban("log").keep_fp32(modules=["head"])
-    for name, module, kind in itertools.product(IN_PLACE, (None, "head"), (None, "cpu", "cuda")):
-        decision, op = policy.explain(name, module, device_type=kind), out_of_place(name)
+    for name, module, device in itertools.product(IN_PLACE, (None, "head"), (None, "cpu", "cuda")):
+        decision, op = policy.explain(name, module, device_type=device), out_of_place(name)
         keeps = "what an in-place op writes to keeps its dtype"
         assert decision.reason.startswith(keeps), name
-        of_op = None if op is None or op in VIEWS else policy.explain(op, module, device_type=kind)
+        of_op = None if op is None or op in VIEWS else policy.explain(op, module, device_type=device)
         names_op = of_op is not None and of_op.rule is not None and of_op.rule.op is not None
         if of_op is None or of_op.treatment == "native":
             assert (decision.treatment, decision.rule, decision.reason) == ("native", None, keeps), name
-        elif names_op or (module is None and kind != "cuda" and of_op.treatment != "low" and op not in MOVES):
+        elif names_op or (module is None and device != "cuda" and of_op.treatment != "low" and op not in MOVES):
             assert (decision.treatment, decision.rule) == (of_op.treatment, of_op.rule), name
             assert f", and the result is rounded to that; {op} gets {of_op.treatment}: " in decision.reason
-        elif module is None and kind != "cuda":
+        elif module is None and device != "cuda":
             assert (decision.treatment, decision.rule) == ("promote", None), name
             assert ", and what it reads is cast to that" in decision.reason
         else:
@@ -291,14 +291,14 @@ def test_in_place_and_out_forms_are_explained_by_what_returns_a_new_tensor():
 
 
 def test_each_in_place_form_has_one_op_and_a_function_of_the_same_arguments():
-    owners, found = {}, set()
+    owners, returned = {}, set()
     for op in OPS:
         for function, returning in in_place_forms(op).items():
             assert owners.setdefault(function, op) == op
             assert returning in callables(op)
-            found.add(function)
+            returned.add(function)
     known = {function for name in IN_PLACE if (op := out_of_place(name)) in OPS for function in callables(name)}
-    assert found >= {each for each in known if out_of_place(each.__name__) not in VIEWS}
+    assert returned >= {function for function in known if out_of_place(function.__name__) not in VIEWS}
 
 
 # Devices ------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ POLICIES = {
 @pytest.fixture
 def any_device(monkeypatch):
     """Find differences on devices that are not here, as if they had the arithmetic; such ones are not kept."""
-    caches = [each for each in vars(differences).values() if hasattr(each, "cache_clear")]
+    caches = [function for function in vars(differences).values() if hasattr(function, "cache_clear")]
     monkeypatch.setattr(differences, "emulated_families", lambda *_: frozenset())
     for cache in caches:
         cache.cache_clear()
@@ -345,7 +345,7 @@ def test_what_is_explained_is_what_a_region_does(policy, device_type, any_device
 
 
 def explained(op, policy=BF16):
-    return [policy.explain(op, device_type=kind) for kind in (None, "cpu", "cuda", "xpu")]
+    return [policy.explain(op, device_type=device) for device in (None, "cpu", "cuda", "xpu")]
 
 
 def test_ops_outside_torch_s_cuda_lists_are_torch_s_on_an_accelerator():
@@ -360,9 +360,11 @@ def test_ops_outside_torch_s_cuda_lists_are_torch_s_on_an_accelerator():
         assert cuda.reason == f"{row.reason}; on cuda {LEFT_TO_TORCH}"
         assert other.reason == f"{row.reason}; on xpu {LEFT_TO_TORCH}"
     # A rule reaches them on every device; with the mode on, for norms, an accelerator gets the whole table.
-    ruled = {(each.treatment, each.reason) for each in explained("fft_rfft", BF16.fp32("fft_rfft"))}
+    ruled = {(decision.treatment, decision.reason) for decision in explained("fft_rfft", BF16.fp32("fft_rfft"))}
     assert ruled == {("fp32", "the rule fp32=fft_rfft matches first")}
-    normed = {(each.treatment, each.reason) for each in explained("fft_rfft", BF16.evolve(norms="fp32_math"))}
+    normed = {
+        (decision.treatment, decision.reason) for decision in explained("fft_rfft", BF16.evolve(norms="fp32_math"))
+    }
     assert normed == {("fp32", "no low kernel")}
     assert BF16.explain("fft_rfft", device_type="cuda:0").treatment == "native"
 

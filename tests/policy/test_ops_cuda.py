@@ -41,8 +41,8 @@ def row_of(name):
 
 @pytest.fixture(scope="module")
 def rows():
-    (found,) = on_ranks(1, compared, 1, timeout=300, backend=None)
-    return found
+    (table,) = on_ranks(1, compared, 1, timeout=300, backend=None)
+    return table
 
 
 def test_the_samples_are_many(rows):

@@ -50,8 +50,8 @@ def test_o2_is_o1_but_for_where_weights_live():
             one, two = Policy.O1(dtype, **change), Policy.O2(dtype, **change)
             assert two.differences(one) == ("level: O2 → O1",)
             for op in (*OPS, "exp_", "torch.randn"):
-                for kind in (None, "cpu", "cuda"):
-                    assert two.explain(op, device_type=kind) == one.explain(op, device_type=kind)
+                for device in (None, "cpu", "cuda"):
+                    assert two.explain(op, device_type=device) == one.explain(op, device_type=device)
             assert one.storage("a.weight", "a") == (torch.float32, None)
             assert two.storage("a.weight", "a") == (two.dtype, None)
 
@@ -205,7 +205,7 @@ def test_canonical_text_round_trips():
 globs = st.text(string.ascii_lowercase + ".*_", min_size=1, max_size=8).filter(str.strip)
 op_rules = st.builds(
     lambda treatment, op, module: Rule(treatment, op=op, module=module),
-    st.sampled_from([each for each in TREATMENTS if each not in QUANTISED]),
+    st.sampled_from([treatment for treatment in TREATMENTS if treatment not in QUANTISED]),
     st.sampled_from(sorted(OPS)) | st.just("conv*"), st.none() | globs,
 )  # fmt: skip
 product_rules = st.builds(
@@ -262,6 +262,12 @@ WORDS_THAT_BEGIN = [
     (("o2", "O2"), Policy.O2()),
     (("o3", "O3"), Policy.O3()),
 ]
+
+
+def test_where_no_level_stands_it_is_o1():
+    assert Policy.of("dtype=bf16") == Policy.O1("bf16")
+    assert Policy.of("low=gelu") == Policy.of("O1,low=gelu") == Policy.O1().low("gelu")
+    assert Policy.of("fp32_module=head,bf16") == Policy.O1("bf16").keep_fp32(modules=["head"])
 
 
 @pytest.mark.parametrize("words, policy", WORDS_THAT_BEGIN)

@@ -308,7 +308,7 @@ ODD = st.recursive(
 )  # fmt: skip
 
 
-FIELD_NAMES = st.sampled_from([each.name for each in dataclasses.fields(Policy)])
+FIELD_NAMES = st.sampled_from([field.name for field in dataclasses.fields(Policy)])
 
 
 @settings(max_examples=60)

@@ -35,12 +35,12 @@ CPU = {
 
 def registered():
     """Overload name → treatment in the installed torch."""
-    found = {}
+    treatments = {}
     for treatment, entries in CPU.items():
         for entry in entries.split():
             name, since, version = entry.partition(">=")
             name, until, end = name.partition("<")
             version = tuple(int(part) for part in (version or end or "0").split("."))
             if not (since or until) or (torch.__version__ >= version) is bool(since):
-                found[name] = treatment
-    return found
+                treatments[name] = treatment
+    return treatments

@@ -29,8 +29,8 @@ def test_the_defaults_are_those_of_the_design():
 
 def test_it_is_a_value():
     assert len({LossScale.constant(1024), LossScale.constant(1024.0), LossScale.none(), LossScale.constant(1)}) == 3
-    for each in (LossScale.none(), LossScale.constant(0.5), LossScale.like("fleet")):
-        assert eval(repr(each)) == pickle.loads(pickle.dumps(each)) == each
+    for scale in (LossScale.none(), LossScale.constant(0.5), LossScale.like("fleet")):
+        assert eval(repr(scale)) == pickle.loads(pickle.dumps(scale)) == scale
     with pytest.raises(dataclasses.FrozenInstanceError):
         LossScale.none().init = 2.0
 

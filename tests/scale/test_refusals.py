@@ -132,7 +132,7 @@ ODD = st.one_of(
 def test_odd_values_are_refused_or_read(given_fields, value):
     for make in (
         lambda: LossScale(**given_fields),
-        lambda: LossScale.dynamic(**{name: each for name, each in given_fields.items() if name != "mode"}),
+        lambda: LossScale.dynamic(**{name: field for name, field in given_fields.items() if name != "mode"}),
         lambda: LossScale.parse(value),
         lambda: LossScale.like(value),
     ):

@@ -40,23 +40,23 @@ def made(rules, device):
 
 def moved(scaler, steps):
     """States after each move; a step is the flags that optimizers found."""
-    found = []
+    states = []
     for flags in steps:
         for flag in flags:
             before = scaler.state
             scaler.update(flag)
             assert scaler.state is before
         scaler.advance()
-        found.append(scaler.state_dict())
-    return found
+        states.append(scaler.state_dict())
+    return states
 
 
 @given(CONFIGS, st.lists(st.booleans(), max_size=20))
 def test_the_rule_in_numbers_is_the_rule_in_kernels_bit_for_bit(config, pattern):
     kernels = host = config.start()
-    for found in pattern:
-        kernels = next_scale(kernels, torch.tensor(found), config)
-        host = next_scale_on_host(host, found, config)
+    for overflowed in pattern:
+        kernels = next_scale(kernels, torch.tensor(overflowed), config)
+        host = next_scale_on_host(host, overflowed, config)
         assert same(kernels, host)
 
 
@@ -66,12 +66,12 @@ def test_the_rule_in_numbers_is_the_rule_in_kernels_bit_for_bit(config, pattern)
 )
 def test_steps_between_two_moves_are_one_that_overflowed_where_one_did_that_counts(config, moves):
     on_host, on_device, state = made(config, "host"), made(config, "device"), config.start()
-    for told in moves:
+    for updates in moves:
         for scaler in (on_host, on_device):
-            for found, hold in told:
-                scaler.update(torch.tensor(found), hold=torch.tensor(hold))
+            for overflowed, hold in updates:
+                scaler.update(torch.tensor(overflowed), hold=torch.tensor(hold))
             scaler.advance()
-        if counting := [found for found, hold in told if not hold]:
+        if counting := [overflowed for overflowed, hold in updates if not hold]:
             state = next_scale(state, torch.tensor(any(counting)), config)
         assert same(state, on_host.state)
         assert same(state, on_device.state)
@@ -119,8 +119,14 @@ def test_states_go_on_and_forget_what_was_found():
 
 
 def test_what_gradients_notice_of_a_scale():
-    told = {"none": False, "constant(1)": False, "constant(1,patience=2)": False, "constant(8)": True, "dynamic": True}
-    for rules, changes in told.items():
+    expected = {
+        "none": False,
+        "constant(1)": False,
+        "constant(1,patience=2)": False,
+        "constant(8)": True,
+        "dynamic": True,
+    }
+    for rules, changes in expected.items():
         assert Scaler(LossScale.parse(rules), "cpu").changes_gradients == changes, rules
 
 
@@ -140,11 +146,11 @@ UNEVEN = LossScale.dynamic(init=3.3, growth=1.7, backoff=0.6, interval=4, hyster
 
 
 def walk(state, pattern, config=UNEVEN):
-    found = []
+    states = []
     for overflow in pattern:
         state = next_scale(state, torch.tensor(overflow), config)
-        found.append(state.state_dict())
-    return found
+        states.append(state.state_dict())
+    return states
 
 
 @given(st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), min_size=10, max_size=10))

@@ -147,8 +147,8 @@ def assert_same(one, two):
 
 def assert_near(mine, theirs, start, share=0.05):
     """Weights moved as other weights did, but for a share of the way."""
-    found, true, first = (torch.cat([t.detach().flatten().float() for t in each]) for each in (mine, theirs, start))
-    assert torch.linalg.vector_norm(found - true) < share * torch.linalg.vector_norm(true - first)
+    ours, true, first = (torch.cat([t.detach().flatten().float() for t in values]) for values in (mine, theirs, start))
+    assert torch.linalg.vector_norm(ours - true) < share * torch.linalg.vector_norm(true - first)
 
 
 class Syncs(TorchDispatchMode):
@@ -172,10 +172,10 @@ class Weights(nn.Module):
 
     def __init__(self, *shapes, value=0.0):
         super().__init__()
-        self.each = nn.ParameterList(nn.Parameter(torch.full((shape,), value)) for shape in shapes)
+        self.vectors = nn.ParameterList(nn.Parameter(torch.full((shape,), value)) for shape in shapes)
 
     def loss(self, *coefficients):
-        return sum((w.float() * c).sum() for w, c in zip(self.each, coefficients, strict=True))
+        return sum((w.float() * c).sum() for w, c in zip(self.vectors, coefficients, strict=True))
 
 
 def over(model, policy, *groups, lr=1.0, **options):
@@ -194,29 +194,29 @@ def counted(rules="none", *, level="O0", params=1, **options):
 
 def iterate(model, amp, event=".", poison=INF):
     """One step: clean, with an overflow (X), or with a loss that is not finite itself (F)."""
-    loss = model.loss(*[1.0] * len(model.each))
+    loss = model.loss(*[1.0] * len(model.vectors))
     amp.backward(loss * poison if event == "F" else loss)
     if event == "X":
-        model.each[0].grad[0] = poison
+        model.vectors[0].grad[0] = poison
     try:
         return amp.step()
     finally:
         amp.zero_grad()
 
 
-def _names_in(place, *, below=False):
-    found = {(place, name): value for name, value in vars(place).items() if callable(value)}
-    for each in place.__subclasses__() if below else ():
-        found |= _names_in(each, below=True)
-    return found
+def _names_in(owner, *, below=False):
+    functions = {(owner, name): value for name, value in vars(owner).items() if callable(value)}
+    for subclass in owner.__subclasses__() if below else ():
+        functions |= _names_in(subclass, below=True)
+    return functions
 
 
 def bound_names():
     """What stands under the names of torch's that sessions bind, and beside them."""
-    places = (torch.autograd, nn.utils, nn.utils.clip_grad, swa_utils, torch.amp, torch.amp.GradScaler,
+    owners = (torch.autograd, nn.utils, nn.utils.clip_grad, swa_utils, torch.amp, torch.amp.GradScaler,
               swa_utils.AveragedModel, lr_scheduler.ReduceLROnPlateau, torch.optim.Optimizer, torch.Tensor,
               nn.Module)  # fmt: skip
-    found = _names_in(lr_scheduler.LRScheduler, below=True)
-    for place in places:
-        found |= _names_in(place)
-    return found
+    functions = _names_in(lr_scheduler.LRScheduler, below=True)
+    for owner in owners:
+        functions |= _names_in(owner)
+    return functions

@@ -213,9 +213,9 @@ def test_copies_are_plain_models_in_fp32(policy, optimizer):
         with attached(model, made, policy) as amp:
             train_plainly(model, made, 0)
             exact = [value.float() for value in weights(amp)]
-            held = copied({"epoch": 3, "all": nn.ModuleList([model]), "part": model[0]})
-            assert_same(exact[:2], [p.float() for p in held["part"].parameters()])
-            for twin in (held["all"][0], copied(model)):
+            checkpoint = copied({"epoch": 3, "all": nn.ModuleList([model]), "part": model[0]})
+            assert_same(exact[:2], [p.float() for p in checkpoint["part"].parameters()])
+            for twin in (checkpoint["all"][0], copied(model)):
                 assert_same(exact, list(twin.parameters()))
                 assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in twin.parameters())
                 assert vars(twin).keys() == vars(network()).keys()
@@ -237,7 +237,7 @@ def test_copies_are_plain_models_in_fp32(policy, optimizer):
 def test_a_run_goes_on_bit_for_bit_from_its_own_checkpoint(policy):
     """Saved after three steps and gone on with in new objects: model, optimizer and scheduler alone, in any order."""
     for optimizer, order in zip(OPTIMIZERS, [(0, 1, 2), (1, 2, 0), (2, 1, 0), (0, 2, 1)], strict=True):
-        found = []
+        ends = []
         for stops in (True, False):
             model, made = built(optimizer)
             scheduler = StepLR(made, 2, gamma=0.5)
@@ -250,14 +250,14 @@ def test_a_run_goes_on_bit_for_bit_from_its_own_checkpoint(policy):
                     nn.init.ones_(next(model.parameters()))
                     scheduler = StepLR(made, 2, gamma=0.5)
                     amp = mezzo.attach(model, made, policy)
-                    for place in order:
-                        [model, made, scheduler][place].load_state_dict(files[place])
+                    for index in order:
+                        [model, made, scheduler][index].load_state_dict(files[index])
                 train_plainly(model, made, number, spoilt=number in (1, 4))
                 scheduler.step()
-            found.append((facts(model, made, amp=amp), scheduler.last_epoch))
+            ends.append((facts(model, made, amp=amp), scheduler.last_epoch))
             amp.detach()
-        assert_same(*found)
-        assert found[0][1] == 4
+        assert_same(*ends)
+        assert ends[0][1] == 4
 
 
 def test_checkpoints_are_plain_torchs_both_ways():

@@ -97,8 +97,8 @@ def test_a_call_makes_no_host_sync(make):
     torch.cuda.synchronize()
     try:
         torch.cuda.set_sync_debug_mode("error")
-        for each in data:
-            captured(*each)
+        for args in data:
+            captured(*args)
             loop.schedule.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -117,7 +117,7 @@ def test_batches_in_pinned_host_memory_are_copied():
     data = [tuple(tensor.pin_memory() for tensor in batch(number, device="cpu")) for number in range(8)]
     captured = loop.captured()
     assert captured._graph is not None
-    assert all(torch.isfinite(captured(*each)[0]) for each in data)
+    assert all(torch.isfinite(captured(*args)[0]) for args in data)
 
 
 def late(loop, ask, calls):

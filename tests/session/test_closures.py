@@ -88,12 +88,12 @@ ASKS_ONCE = ("sgd", "mezzo's adamw")
 class Loop:
     """One training loop, under a session or in plain torch; gradients can be spoilt in a chosen evaluation."""
 
-    def __init__(self, kind, policy=None, clip=None, **options):
+    def __init__(self, name, policy=None, clip=None, **options):
         self.model = network()
-        self.optimizer = OPTIMIZERS[kind](self.model.parameters())
+        self.optimizer = OPTIMIZERS[name](self.model.parameters())
         self.clip = clip
         self.amp = policy and MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=clip, **options)
-        self.kind, self.evaluations, self.spoil = kind, 0, None
+        self.name, self.evaluations, self.spoil = name, 0, None
 
     def loss(self, step):
         return loss_of(self.model, step, self.amp)
@@ -120,8 +120,8 @@ class Loop:
 
     def step(self, step):
         """Take a step on a batch; LBFGS is for a loss that stays the same, and gets one batch throughout."""
-        step = 0 if self.kind.startswith("lbfgs") else step
-        if self.kind.startswith("sam"):
+        step = 0 if self.name.startswith("lbfgs") else step
+        if self.name.startswith("sam"):
             self.backward(self.loss(step))
         if self.amp is None:
             self.optimizer.step(self.closure(step))
@@ -140,10 +140,10 @@ class Loop:
 # The optimizer sees the true gradients ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_fp32_trajectories_are_plain_torch_s_bit_for_bit(kind):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fp32_trajectories_are_plain_torch_s_bit_for_bit(name):
     for policy, clip in (("O0", 0.1), ("O0,loss_scale=dynamic", None), ("O0,loss_scale=1024", 0.1)):
-        mine, plain = Loop(kind, policy, clip), Loop(kind, clip=clip)
+        mine, plain = Loop(name, policy, clip), Loop(name, clip=clip)
         for step in range(3):
             mine.step(step)
             plain.step(step)
@@ -190,23 +190,23 @@ def test_a_closure_may_accumulate_clear_with_the_session_and_clip_by_itself(poli
 
 
 @pytest.mark.parametrize(
-    "kind, policy",
-    [*((kind, LEVELS[2]) for kind in OPTIMIZERS), ("lbfgs-wolfe", LEVELS[0]), ("sam", LEVELS[1]), ("sgd", LEVELS[1])],
+    "name, policy",
+    [*((name, LEVELS[2]) for name in OPTIMIZERS), ("lbfgs-wolfe", LEVELS[0]), ("sam", LEVELS[1]), ("sgd", LEVELS[1])],
 )
-def test_an_overflow_puts_everything_back_and_halves_the_scale_once(kind, policy):
+def test_an_overflow_puts_everything_back_and_halves_the_scale_once(name, policy):
     """In a first or a later evaluation, in a first step or a later one."""
     for steps, late in ((2, False), (0, True), (2, True)):
-        loop = Loop(kind, policy)
+        loop = Loop(name, policy)
         for step in range(steps):
             assert not loop.step(step).skipped
         before = loop.snapshot()
-        loop.spoil = loop.evaluations + (late and kind not in ASKS_ONCE)
+        loop.spoil = loop.evaluations + (late and name not in ASKS_ONCE)
         step = loop.step(2)
         assert bool(step.skipped)
         assert (step.scale.item(), step.next_scale.item()) == (65536.0, 32768.0)
         assert loop.evaluations == loop.spoil + 1  # the optimizer is not asked for more
         assert_same(before, loop.snapshot())
-        assert loop.optimizer.param_groups[0].get("evaluations", 0) == (2 * steps if kind == "twice" else 0)
+        assert loop.optimizer.param_groups[0].get("evaluations", 0) == (2 * steps if name == "twice" else 0)
         assert loop.amp.stats().skipped == loop.amp.stats().backoffs == 1
         assert not loop.step(3).skipped
         assert loop.amp.stats().steps == steps + 2
@@ -215,20 +215,20 @@ def test_an_overflow_puts_everything_back_and_halves_the_scale_once(kind, policy
 # Costs and mistakes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, evaluations", [("sgd", 1), ("sam", 2)])
-def test_one_host_sync_for_each_evaluation(kind, evaluations):
+@pytest.mark.parametrize("name, evaluations", [("sgd", 1), ("sam", 2)])
+def test_one_host_sync_for_each_evaluation(name, evaluations):
     for policy in ("O0", *LEVELS):
-        loop = Loop(kind, policy, 1.0)
+        loop = Loop(name, policy, 1.0)
         loop.step(0)
         with Syncs() as syncs:
             loop.step(1)
         assert syncs.count == evaluations, policy
 
 
-@pytest.mark.parametrize("kind, policy", list(zip(["lbfgs", "sam", "mezzo's adamw"], LEVELS, strict=True)))
-def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(kind, policy):
+@pytest.mark.parametrize("name, policy", list(zip(["lbfgs", "sam", "mezzo's adamw"], LEVELS, strict=True)))
+def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(name, policy):
     for after_backward in (False, True):
-        loop = Loop(kind, policy)
+        loop = Loop(name, policy)
         loop.step(0)
         before = loop.snapshot()
         calls = 0
@@ -236,15 +236,15 @@ def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(kind, poli
         def closure(loop=loop, after_backward=after_backward):
             nonlocal calls
             calls += 1
-            fails = calls == (2 if kind == "lbfgs" else 1)
+            fails = calls == (2 if name == "lbfgs" else 1)
             if fails and not after_backward:
                 raise ZeroDivisionError
-            loss = loop.closure(0 if kind == "lbfgs" else 1)()
+            loss = loop.closure(0 if name == "lbfgs" else 1)()
             if fails:
                 raise ZeroDivisionError
             return loss
 
-        if kind == "sam":
+        if name == "sam":
             loop.backward(loop.loss(1))
         with pytest.raises(ZeroDivisionError):
             loop.amp.step(closure=closure)
@@ -260,28 +260,28 @@ def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(kind, poli
 
 
 @pytest.mark.parametrize(
-    "kind, policy",
+    "name, policy",
     [("sgd", "O0"), ("sgd", LEVELS[1]), ("mezzo's adamw", LEVELS[2]), ("lbfgs", LEVELS[0]), ("lbfgs", LEVELS[2])]
     + [("sam", policy) for policy in LEVELS],
 )
-def test_an_attached_optimizer_takes_closures_as_in_plain_torch(kind, policy):
+def test_an_attached_optimizer_takes_closures_as_in_plain_torch(name, policy):
     """SAM's by two calls of its own besides, as the well-known class has them."""
-    for by_hand in (False, True)[: 1 + (kind == "sam")]:
+    for by_hand in (False, True)[: 1 + (name == "sam")]:
         ends = []
         for own in (True, False):
-            model, made = built(OPTIMIZERS[kind])
+            model, made = built(OPTIMIZERS[name])
             losses = []
             with attached(model, made, policy) if own else torch.enable_grad():
                 for number in range(3):
 
                     def closure(number=number, model=model, made=made):
-                        if kind != "sam":
+                        if name != "sam":
                             made.zero_grad()
                         loss = functional.cross_entropy(model(batch(number)[0]).float(), batch(number)[1])
                         loss.backward()
                         return loss
 
-                    if kind == "sam":
+                    if name == "sam":
                         closure()
                     if by_hand:
                         made.first_step(zero_grad=True)
@@ -291,8 +291,8 @@ def test_an_attached_optimizer_takes_closures_as_in_plain_torch(kind, policy):
                         losses.append(made.step(closure))
                         made.zero_grad()
                 ends.append([v.clone() for v in model.state_dict().values()])
-            assert kind == "sam" or all(loss.requires_grad for loss in losses)
-        if policy.startswith("O0") and kind != "mezzo's adamw":
+            assert name == "sam" or all(loss.requires_grad for loss in losses)
+        if policy.startswith("O0") and name != "mezzo's adamw":
             assert_same(*ends)
         assert_near(*ends, list(network().parameters()), share=0.35)
 

@@ -25,7 +25,7 @@ FUSED = {
     [
         (EVERY[1], "mezzo"),
         (LOW[0], "AdamW"),
-        *((policy, each) for policy in LOW[2:] for each in FUSED),
+        *((policy, optimizer) for policy in LOW[2:] for optimizer in FUSED),
         (O3[1], "mezzo"),
     ],
 )

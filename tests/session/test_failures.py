@@ -44,17 +44,17 @@ class Between(torch.optim.SGD):
     ``past`` writes through ``param.data``, which torch does not count.
     """
 
-    error, past, place = None, False, 0
+    error, past, index = None, False, 0
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
-            for place, param in enumerate(group["params"]):
+            for index, param in enumerate(group["params"]):
                 if not (state := self.state[param]):
                     state.update(step=0, mean=torch.zeros_like(param))
                 state["step"] += 1
-                if self.error and place == self.place:
+                if self.error and index == self.index:
                     raise self.error
                 state["mean"].lerp_(param.grad, 1 / (state["step"] + group["k"]))
                 (param.data if self.past else param).sub_(state["mean"], alpha=group["lr"])
@@ -76,7 +76,7 @@ own = functools.partial(mezzo.optim.AdamW, lr=0.01, eps=1e-4)
 
 
 @contextlib.contextmanager
-def told(optimizer, error):
+def failing(optimizer, error):
     optimizer.error = error
     yield
     optimizer.error = None
@@ -84,10 +84,10 @@ def told(optimizer, error):
 
 @contextlib.contextmanager
 def hooked(optimizer, error, writes=False):
-    def hook(each, *_):
+    def hook(stepping, *_):
         if writes:
             with torch.no_grad():
-                each.param_groups[0]["params"][-1].add_(1.0)
+                stepping.param_groups[0]["params"][-1].add_(1.0)
         raise error
 
     handle = optimizer.register_step_pre_hook(hook)
@@ -96,9 +96,9 @@ def hooked(optimizer, error, writes=False):
 
 
 @contextlib.contextmanager
-def scarce(optimizer, error, place, name, left=0):
+def scarce(optimizer, error, owner, name, left=0):
     """A function of torch's, or mezzo's, that has room for so many calls more."""
-    plain, count = getattr(place, name), iter(range(1000))
+    plain, count = getattr(owner, name), iter(range(1000))
 
     def function(*args, **kwargs):
         if next(count) >= left:
@@ -106,21 +106,21 @@ def scarce(optimizer, error, place, name, left=0):
         return plain(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, name, function)
+        patch.setattr(owner, name, function)
         yield
 
 
 def zeros(left):
-    return functools.partial(scarce, place=torch, name="zeros_like", left=left)
+    return functools.partial(scarce, owner=torch, name="zeros_like", left=left)
 
 
 def foreach(name, left=0):
-    return functools.partial(scarce, place=torch, name=f"_foreach_{name}", left=left)
+    return functools.partial(scarce, owner=torch, name=f"_foreach_{name}", left=left)
 
 
 #: By name: how an optimizer is made, how it comes to raise, and whether the first step and a later one go on.
 FAILURES = {
-    "before all else": (functools.partial(Before, lr=0.01, eps=1e-4), told, True, True),
+    "before all else": (functools.partial(Before, lr=0.01, eps=1e-4), failing, True, True),
     "making the first state": (adam, zeros(0), True, None),
     "making the third state": (adam, zeros(4), True, None),
     "making the third state of fused kernels": (functools.partial(adam, fused=True), zeros(4), True, None),
@@ -131,13 +131,13 @@ FAILURES = {
     "in a hook before": (adam, hooked, True, True),
     "in a hook before fused kernels": (functools.partial(adam, fused=True), hooked, True, True),
     "in a hook before that has written": (sgd, functools.partial(hooked, writes=True), False, False),
-    "at the first parameter": (between, told, True, True),
-    "at the first parameter, past torch's counts": (functools.partial(between, past=True), told, True, True),
-    "at the second parameter": (functools.partial(between, place=1), told, False, False),
-    "at the second parameter, past torch's counts": (functools.partial(between, past=True, place=1), told, False,
+    "at the first parameter": (between, failing, True, True),
+    "at the first parameter, past torch's counts": (functools.partial(between, past=True), failing, True, True),
+    "at the second parameter": (functools.partial(between, index=1), failing, False, False),
+    "at the second parameter, past torch's counts": (functools.partial(between, past=True, index=1), failing, False,
                                                      False),
     "in a hook before mezzo's": (own, hooked, True, True),
-    "making mezzo's state": (own, functools.partial(scarce, place=mezzo.optim.optimizer, name="zeros", left=3), True,
+    "making mezzo's state": (own, functools.partial(scarce, owner=mezzo.optim.optimizer, name="zeros", left=3), True,
                              None),
 }  # fmt: skip
 
@@ -205,7 +205,7 @@ def run(style, policy, make, raises, at, error=FULL):
     """Take four steps, one of which raises, and is taken again; return weights and state, and what was said."""
     model = network()
     optimizer = make(model.parameters())
-    driver, said = STYLES[style](model, [optimizer], policy), ""
+    driver, refusal = STYLES[style](model, [optimizer], policy), ""
     try:
         for number in range(4):
             for attempt in range(2):
@@ -221,15 +221,15 @@ def run(style, policy, make, raises, at, error=FULL):
                     assert caught.value is error
         driver.clear()
     except StateError as refused:
-        said = str(refused)
+        refusal = str(refused)
     driver.end()
-    return [*model.state_dict().values(), *states(optimizer)], said
+    return [*model.state_dict().values(), *states(optimizer)], refusal
 
 
 def states(optimizer):
-    found = [*optimizer.state.values(), *({**group, "params": 0} for group in optimizer.param_groups)]
+    entries = [*optimizer.state.values(), *({**group, "params": 0} for group in optimizer.param_groups)]
     return [
-        torch.as_tensor(value) for kept in found for value in kept.values() if isinstance(value, torch.Tensor | int)
+        torch.as_tensor(value) for kept in entries for value in kept.values() if isinstance(value, torch.Tensor | int)
     ]
 
 
@@ -241,12 +241,12 @@ def test_a_step_that_raises_is_taken_again_or_said_to_be_half_way(name, style):
         if goes_on is None:  # a later step makes none
             continue
         expected, _ = run(style, policy, make, raises, None)
-        found, said = run(style, policy, make, raises, at)
+        actual, refusal = run(style, policy, make, raises, at)
         if goes_on:
-            assert (said, len(found)) == ("", len(expected))
-            assert all(map(torch.equal, found, expected))
+            assert (refusal, len(actual)) == ("", len(expected))
+            assert all(map(torch.equal, actual, expected))
         else:
-            assert said.startswith("an update was ended half-way"), (at, said)
+            assert refusal.startswith("an update was ended half-way"), (at, refusal)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), ValueError("mine")], ids=repr)
@@ -254,20 +254,20 @@ def test_it_is_no_matter_what_is_raised(error):
     for name in ("before all else", "making the third state", "in a hook before"):
         make, raises, *_ = FAILURES[name]
         expected, _ = run("attach", LOW[2], make, raises, None)
-        found, said = run("attach", LOW[2], make, raises, 0, error)
-        assert said == ""
-        assert all(map(torch.equal, found, expected))
+        actual, refusal = run("attach", LOW[2], make, raises, 0, error)
+        assert refusal == ""
+        assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_two_optimizers_the_first_to_raise_leaves_all_as_it_was_and_the_second_does_not(policy):
     def trained(fails):
         model = network()
-        pair = [Before(model[place].parameters(), lr=0.01) for place in (0, 3)]
+        pair = [Before(model[index].parameters(), lr=0.01) for index in (0, 3)]
         driver = FiveLines(model, pair, policy)
         driver.backward(model, 0)
         if fails is not None:
-            with told(pair[fails], FULL), pytest.raises(torch.OutOfMemoryError):
+            with failing(pair[fails], FULL), pytest.raises(torch.OutOfMemoryError):
                 driver.step()
         driver.step()  # with the gradients that are there still
         return [*model.state_dict().values(), *states(pair[0]), *states(pair[1])]
@@ -279,11 +279,11 @@ def test_of_two_optimizers_the_first_to_raise_leaves_all_as_it_was_and_the_secon
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    "kind", [adam, own, functools.partial(torch.optim.LBFGS, max_iter=3)], ids=["Adam", "own", "LBFGS"]
+    "make", [adam, own, functools.partial(torch.optim.LBFGS, max_iter=3)], ids=["Adam", "own", "LBFGS"]
 )
-def test_a_closure_that_runs_out_of_memory_leaves_all_as_it_was(policy, kind):
+def test_a_closure_that_runs_out_of_memory_leaves_all_as_it_was(policy, make):
     model = network()
-    optimizer = kind(model.parameters())
+    optimizer = make(model.parameters())
     driver, left = Attached(model, [optimizer], policy), [100]
 
     def closure():

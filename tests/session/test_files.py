@@ -35,10 +35,10 @@ def is_old(path):
 
 @pytest.fixture
 def path(tmp_path):
-    found = tmp_path / "last.pt"
-    mezzo.save(found, **OLD)
-    assert is_old(found)
-    return found
+    checkpoint = tmp_path / "last.pt"
+    mezzo.save(checkpoint, **OLD)
+    assert is_old(checkpoint)
+    return checkpoint
 
 
 def names(path):
@@ -99,12 +99,12 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_told_as_what_it_is(state, 
 
 
 def test_places_where_nothing_can_be_saved(path, tmp_path, monkeypatch):
-    for place, error, words in (
+    for target, error, words in (
         (tmp_path / "runs" / "x.pt", FileNotFoundError, rf"no folder to save in(.|\n)*os.makedirs\('{tmp_path}/runs'"),
         (tmp_path, IsADirectoryError, r"this is a folder(.|\n)*the path of a file in it, '.*/NAME'"),
     ):
         with pytest.raises(error, match=words):
-            mezzo.save(place, **NEW)
+            mezzo.save(target, **NEW)
     if os.geteuid() == 0:  # to whom nothing is read-only
         opened = os.open
 
@@ -194,8 +194,8 @@ def test_a_process_that_is_killed_at_any_line_leaves_one_whole_checkpoint(tmp_pa
     assert set(seen) <= {old, new}
     assert seen[0] == old
     assert [*seen, path.read_bytes()] == sorted([*seen, new], key=new.__eq__)
-    found = mezzo.load(path, **parts)
-    assert found["number"] == 1
+    loaded = mezzo.load(path, **parts)
+    assert loaded["number"] == 1
     assert names(path) == ["last.pt"]
     assert {*left} == {0, 1}  # those of the processes before are gone
     assert saved_until_killed(path, {"half": Halves()}, 10**9)
@@ -301,10 +301,10 @@ def outcome(path, data=None, expected=None):
     if data is not None:
         path.write_bytes(data)
     try:
-        found = mezzo.load(path)
+        loaded = mezzo.load(path)
     except StateError as error:
         return str(error)
-    assert bits(found) == expected
+    assert bits(loaded) == expected
     return "the same"
 
 
@@ -312,22 +312,22 @@ def outcome(path, data=None, expected=None):
 def test_every_flipped_bit_is_told_or_changes_nothing(path, step):
     """In the data and in all that says where it lies; of padding, which is the letter Z, one bit of each byte."""
     whole, expected = path.read_bytes(), bits(OLD)
-    told = Counter()
+    counts = Counter()
     with path.open("r+b", buffering=0) as file:
         for at, byte in enumerate(whole):
             padding = whole[at - 1 : at + 2] == b"ZZZ"
             for bit in (at % 8,) if padding else range(at % step, 8, step):
                 file.seek(at)
                 file.write(bytes([byte ^ 1 << bit]))
-                found = outcome(path, expected=expected)
-                told[found.partition("\n")[0]] += 1
-                assert found == "the same" or (f"\n  where  {path}\n  why    " in found and not padding)
+                result = outcome(path, expected=expected)
+                counts[result.partition("\n")[0]] += 1
+                assert result == "the same" or (f"\n  where  {path}\n  why    " in result and not padding)
             file.seek(at)
             file.write(bytes([byte]))
     for name, size in (("data/0", 20), ("data.pkl", 100), ("byteorder", 6)):
-        assert told[f"the record 'archive/{name}' of the checkpoint is damaged"] > 8 / step * size
-    assert sum(number for words, number in told.items() if words != "the same") > 8 / step * 180
-    assert told["the same"] > 300
+        assert counts[f"the record 'archive/{name}' of the checkpoint is damaged"] > 8 / step * size
+    assert sum(number for words, number in counts.items() if words != "the same") > 8 / step * 180
+    assert counts["the same"] > 300
 
 
 def test_a_record_that_one_bit_calls_a_folder_is_damaged(path):
@@ -360,12 +360,12 @@ LARGER_BYTES = saved(LARGER)
     st.lists(st.tuples(st.integers(0, len(LARGER_BYTES) - 1), st.integers(1, 255)), max_size=4),
     st.integers(0, len(LARGER_BYTES) - 1), st.integers(1, 5000), st.sampled_from(["as it is", "zeros", "cut", "twice"]),
 )  # fmt: skip
-def test_damage_of_a_larger_file(tmp_path_factory, harms, begin, length, kind):
+def test_damage_of_a_larger_file(tmp_path_factory, harms, begin, length, change):
     data = bytearray(LARGER_BYTES)
     for at, mask in harms:
         data[at] ^= mask
     piece = bytes(data[begin : begin + length])
-    other = {"as it is": piece, "zeros": bytes(len(piece)), "cut": b"", "twice": piece + piece}[kind]
+    other = {"as it is": piece, "zeros": bytes(len(piece)), "cut": b"", "twice": piece + piece}[change]
     data = bytes(data[:begin]) + other + bytes(data[begin + length :])
     outcome(tmp_path_factory.mktemp("larger") / "x.pt", data, bits(LARGER))
 

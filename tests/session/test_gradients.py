@@ -68,15 +68,15 @@ def are_low(model):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_a_single_cast_hands_back_has_16_bits_and_is_what_O1_widens(form):
-    found = []
+    grads = []
     for level in ("O1", "O2"):
         model, _, amp = begun(level, form)
         for number in range(3):
             once(model, amp, lambda m, n=number: loss_of(m, n))
             assert are_low(model) == [level == "O2", False] * 2
-            found.append(wide(model))
+            grads.append(wide(model))
             amp.zero_grad()
-    assert_same(found[:3], found[3:])
+    assert_same(grads[:3], grads[3:])
 
 
 def twice(model):
@@ -109,13 +109,13 @@ WIDE = {
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", WIDE)
 def test_other_gradients_are_fp32_and_bit_for_bit_those_of_O1(name, form):
-    found = []
+    grads = []
     for level in ("O1", "O2"):
         model, _, amp = begun(level, form)
         WIDE[name](model, amp)
         assert are_low(model) == [False] * 4
-        found.append(gradients(model))
-    assert_same(*found)
+        grads.append(gradients(model))
+    assert_same(*grads)
 
 
 @pytest.mark.parametrize("form", FORMATS[::2])
@@ -138,22 +138,22 @@ def test_gradients_are_fp32_for_optimizers_that_are_not_mezzos_and_in_loops_of_t
 @pytest.mark.parametrize("form", FORMATS[::2])
 def test_gradients_that_are_asked_for_are_as_ever(form):
     """At any place of a window."""
-    found = []
+    grads = []
     for level in ("O1", "O2"):
         model, _, amp = begun(level, form)
         weight = model[0].weight
         for number in range(3):
             with amp.autocast():
-                found.append(amp.grad(loss_of(model, 5), [weight])[0])
+                grads.append(amp.grad(loss_of(model, 5), [weight])[0])
                 asked = loss_of(model, 6)
-            found.append(torch.autograd.grad(asked, weight)[0])
+            grads.append(torch.autograd.grad(asked, weight)[0])
             if number == 0:
                 once(model, amp)
             elif number == 1:
                 amp.step()
                 amp.zero_grad()
-    assert {each.dtype for each in found} == {torch.float32}
-    assert_same(found[:4], found[6:10])  # before the step, after which a weight may lie on a tie
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    assert_same(grads[:4], grads[6:10])  # before the step, after which a weight may lie on a tie
 
 
 @pytest.mark.parametrize("form", FORMATS[::2])

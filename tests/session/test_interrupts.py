@@ -34,10 +34,10 @@ class Signal:
         sys.settrace(self.call)
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, error_class, *_):
         sys.settrace(self.before)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        return kind is KeyboardInterrupt
+        return error_class is KeyboardInterrupt
 
     def call(self, frame, event, _):
         return self.line if frame.f_code.co_filename.startswith(FILES) else None
@@ -95,20 +95,20 @@ def interrupt(make, start, stride):
     end = plain.go_on()
     plain.amp.close()
     assert before != after
-    found = [0, 0]
+    counts = [0, 0]
     for number in itertools.count(start, stride):
         loop = make()
         try:
             with Signal(number) as came:
                 loop.step()
             if came.where is None:
-                return found
+                return counts
             is_whole = loop.amp.stats().steps == 2
             assert loop.facts() == (after if is_whole else before), came.where
             if not is_whole:
                 loop.step()
             assert loop.go_on() == end, came.where
-            found[is_whole] += 1
+            counts[is_whole] += 1
         finally:
             loop.amp.close()
     raise AssertionError

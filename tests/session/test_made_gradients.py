@@ -52,8 +52,8 @@ class Loop:
         (self.amp if self.style == "five lines" else self.optimizer).step()
 
     def clear(self, how="session"):
-        place = self.amp if self.style == "five lines" and how != "optimizer" else self.optimizer
-        place.zero_grad(set_to_none=how != "zeros")
+        target = self.amp if self.style == "five lines" and how != "optimizer" else self.optimizer
+        target.zero_grad(set_to_none=how != "zeros")
 
     def write(self, gradients):
         for param, gradient in zip(self.params, gradients, strict=True):
@@ -71,16 +71,16 @@ class Loop:
 def apart(one, two):
     """Two tasks' gradients without what is in each other's way (PCGrad)."""
     dot = sum((a * b).sum() for a, b in zip(one, two, strict=True)).clamp(max=0)
-    return [a + b - dot / sum((each * each).sum() for each in two) * b for a, b in zip(one, two, strict=True)]
+    return [a + b - dot / sum((grad * grad).sum() for grad in two) * b for a, b in zip(one, two, strict=True)]
 
 
 def surgery(loop, number, clear):
-    found = []
-    for place in range(2):
-        loop.backward(loop.losses(number)[place])
-        found.append([param.grad.clone() for param in loop.params])
+    gradients = []
+    for task in range(2):
+        loop.backward(loop.losses(number)[task])
+        gradients.append([param.grad.clone() for param in loop.params])
         loop.clear(clear)
-    loop.write(apart(*found))
+    loop.write(apart(*gradients))
 
 
 def descent(loop, number, _):
@@ -91,7 +91,7 @@ def descent(loop, number, _):
 
 def asked_for(loop, number, _):
     ask = torch.autograd.grad if loop.amp is None else loop.amp.grad
-    loop.write(apart(*(ask(loop.losses(number)[place], loop.params) for place in range(2))))
+    loop.write(apart(*(ask(loop.losses(number)[task], loop.params) for task in range(2))))
 
 
 def by_hand(loop, number, _):
@@ -114,9 +114,9 @@ MADE = [surgery, descent, asked_for, by_hand, in_place]
 
 
 def is_like_plain_torch(make, *args, clear="session", **options):
-    found = Loop(*args, **options).run(make, clear)
+    weights = Loop(*args, **options).run(make, clear)
     right = Loop("plain", None, *args[2:]).run(make, clear)
-    assert_near(found, right, list(network().parameters()), share=0.02)
+    assert_near(weights, right, list(network().parameters()), share=0.02)
 
 
 @pytest.mark.parametrize("policy", PLAIN)
@@ -299,10 +299,10 @@ def cleared_where_it_was_taken(style, policy, make, zeros, steps=12, bad=(2, 3, 
 @pytest.mark.parametrize("style, policy", [("scaler", None), *(("attach", policy) for policy in EVERY)])
 def test_it_is_dropped_by_the_next_pass(style, policy):
     for name, zeros in (("torch", False), ("fused", True), ("mezzo", False)):
-        taken, found = cleared_where_it_was_taken(style, policy, MAKES[name], zeros)
+        taken, weights = cleared_where_it_was_taken(style, policy, MAKES[name], zeros)
         _, right = cleared_where_it_was_taken("plain", None, MAKES[name], zeros)
         assert taken == 9
-        assert_near(found, right, list(network().parameters()), share=0.02)
+        assert_near(weights, right, list(network().parameters()), share=0.02)
 
 
 def test_what_a_step_has_taken_is_added_to_and_nothing_waits_for_the_device():
@@ -365,18 +365,18 @@ def test_a_step_hands_on_what_it_is_given(style):
 
 @pytest.mark.parametrize("policy", EVERY)
 @pytest.mark.parametrize("style", ["five lines", "attach", "scaler"])
-@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_hooks_of_modules_are_warned_of_once_by_name(kind, style, policy):
+@pytest.mark.parametrize("method", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_modules_are_warned_of_once_by_name(method, style, policy):
     loop = Loop("attach" if style == "scaler" else style, policy)
     scaler = SessionScaler(loop.amp) if style == "scaler" else None
-    getattr(loop.model[3], kind)(lambda *_: None)
-    with contextlib.closing(loop.amp), warnings.catch_warnings(record=True) as told:
+    getattr(loop.model[3], method)(lambda *_: None)
+    with contextlib.closing(loop.amp), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
             loss = loop.losses(number)[0]
             scaler.scale(loss).backward() if scaler else loop.backward(loss)
             loop.clear()
-    texts = [str(warning.message) for warning in told]
+    texts = [str(warning.message) for warning in caught]
     assert len(texts) == (policy in SCALED)
     for words in ("hooks of modules see gradients that carry the loss scale\n  where  3\n", "amp.loss_scale"):
         assert all(words in text for text in texts)
@@ -394,23 +394,23 @@ def test_no_other_module_is_warned_of():
 def in_the_pass(style, policy, clips, micro_batches=1):
     """Optimizers of one parameter each, which hooks step once its gradient is accumulated."""
     model, seen = network(), []
-    each = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
-    amp = mezzo.attach(model, list(each.values()), policy) if style == "attach" else None
+    optimizers = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
+    amp = mezzo.attach(model, list(optimizers.values()), policy) if style == "attach" else None
 
     def step(param):
         seen.append(param.grad.clone())
         if clips:
             clip_grad_norm_(param, 0.01)
-        if len(seen) > len(each) * (micro_batches - 1):
-            each[param].step()
-            each[param].zero_grad()
+        if len(seen) > len(optimizers) * (micro_batches - 1):
+            optimizers[param].step()
+            optimizers[param].zero_grad()
 
-    for param in each:
+    for param in optimizers:
         param.register_post_accumulate_grad_hook(step)
     with contextlib.closing(amp) if amp is not None else contextlib.nullcontext():
         for number in range(3):
             loss_of(model, number, amp).backward()
-            assert micro_batches > 1 or all(param.grad is None for param in each)
+            assert micro_batches > 1 or all(param.grad is None for param in optimizers)
         return seen, [param.detach().clone() for param in model.parameters()]
 
 
@@ -418,10 +418,10 @@ def in_the_pass(style, policy, clips, micro_batches=1):
 @pytest.mark.parametrize("clips, micro_batches", [(False, 1), (True, 1), (False, 2)])
 def test_hooks_that_step_see_gradients_without_the_scale_and_are_not_warned_of(clips, micro_batches, policy):
     right, ends = in_the_pass("plain", None, clips, micro_batches)
-    seen, found = in_the_pass("attach", policy, clips, micro_batches)
+    seen, weights = in_the_pass("attach", policy, clips, micro_batches)
     for mine, theirs in zip(seen[:4], right[:4], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0.05, atol=2e-3)
-    assert_near(found, ends, list(network().parameters()), share=0.02)
+    assert_near(weights, ends, list(network().parameters()), share=0.02)
 
 
 @pytest.mark.parametrize("policy", [EVERY[1], LOW[0], LOW[2]])

@@ -76,7 +76,7 @@ def test_functions_of_torch_are_torchs_once_no_model_is_under_a_policy():
     del models, handles
     gc.collect()
     assert functions() == stood
-    assert all(each.__wrapped__ for each in during)
+    assert all(function.__wrapped__ for function in during)
 
 
 def scripted(program):
@@ -135,9 +135,9 @@ def test_programs_are_made_of_a_plain_copy(begin, policy):
         program = make(model)
         expected = (Around(plain) if "around" in name else plain)(x())
         torch.testing.assert_close(program(x()), expected, rtol=1e-6, atol=1e-6, msg=name)  # low: 3e-4
-        held = program.state_dict()
-        assert {each.rpartition(".")[2] for each in held} <= {"weight", "bias", "mask"}, name
-        assert all(type(value) in (torch.Tensor, nn.Parameter) for value in held.values()), name
+        state = program.state_dict()
+        assert {key.rpartition(".")[2] for key in state} <= {"weight", "bias", "mask"}, name
+        assert all(type(value) in (torch.Tensor, nn.Parameter) for value in state.values()), name
     assert model.first.weight.requires_grad  # and the model is the session's as before
     end()
     assert functions() == stood
@@ -189,9 +189,9 @@ class OwnRegion(nn.Module):
 def test_a_region_inside_of_a_program_is_exported(strict):
     model = OwnRegion().eval()
     program = exported(torch.export.export(model, (x(),), strict=strict))
-    for found, expected in zip(program(x()), model(x()), strict=True):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+    for output, expected in zip(program(x()), model(x()), strict=True):
+        assert output.dtype == expected.dtype
+        assert torch.equal(output, expected)
     assert program(x())[0].dtype == torch.bfloat16
 
 

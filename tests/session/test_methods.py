@@ -265,15 +265,15 @@ def test_methods_without_gradients_give_fp32(odd, policy):
         for recorded in (True, False):
             with torch.set_grad_enabled(recorded):
                 for name, expected in true.items():
-                    used, found = dtypes(lambda name=name: getattr(model, name)(x))
-                    assert found.dtype == expected.dtype
-                    assert abs(found - expected).max() < 0.05
+                    used, output = dtypes(lambda name=name: getattr(model, name)(x))
+                    assert output.dtype == expected.dtype
+                    assert abs(output - expected).max() < 0.05
                     own = {"float32"} if name != "predict_by_forward" else set()
                     assert name == "inferred" or used == {"bfloat16"} | own, name  # in which products are not counted
                 assert model.predict_inside(x).dtype == expected.dtype
         with torch.no_grad():
-            used, found = dtypes(lambda: model.plain(x))
-        assert (used, found.dtype) == ({"bfloat16", "float32"}, expected.dtype)
+            used, output = dtypes(lambda: model.plain(x))
+        assert (used, output.dtype) == ({"bfloat16", "float32"}, expected.dtype)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:2])
@@ -378,9 +378,9 @@ def test_a_method_that_trains_reads_the_weights_of_each_step(policy, closes):
     true = plain.fit(x, make(plain.parameters()))
     made = make(model.parameters())
     with attached(model, made, policy):
-        found = model.fit(x, made)
-    assert torch.allclose(found, true, rtol=0.05)
-    assert found[-1] < 0.8 * found[0]
+        losses = model.fit(x, made)
+    assert torch.allclose(losses, true, rtol=0.05)
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -429,11 +429,11 @@ def test_parts_of_what_is_compiled_anew_between_two_passes_of_a_step_are_parts()
         model = Steps()
         with attached(model, sgd(model), POLICIES[1]):
             run = torch.compile(model, backend="eager") if compiles else model
-            found = []
+            passes = []
             for x in torch.randn(3, 4, 8).unbind():
-                found.append(run(x))
-                found[-1].square().mean().backward()
-        outputs.append(found)
+                passes.append(run(x))
+                passes[-1].square().mean().backward()
+        outputs.append(passes)
     assert_same(*outputs)
 
 
@@ -505,9 +505,9 @@ class Recomputed(nn.Module):
 def test_hooks_of_a_part_are_recomputed_as_they_ran(reentrant):
     """A hook that computes, and was put on a part of the model after it was attached."""
     turn, x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.randn(4, 8)
-    found = []
-    for each in (None, reentrant):
-        model = Recomputed(each)
+    runs = []
+    for setting in (None, reentrant):
+        model = Recomputed(setting)
         with attached(model, sgd(model), "O1,dtype=float16,emulate=true,loss_scale=none"):
             seen = []
             for _ in range(2):
@@ -516,8 +516,8 @@ def test_hooks_of_a_part_are_recomputed_as_they_ran(reentrant):
                 seen.append([param.grad.clone() for param in model.parameters()])
                 if len(seen) == 1:
                     model.last.register_forward_pre_hook(lambda module, args: ((args[0] @ turn).exp().sin(),))
-        found.append(seen)
-    for plain, again in zip(*found, strict=True):
+        runs.append(seen)
+    for plain, again in zip(*runs, strict=True):
         assert all(map(torch.equal, plain, again))
 
 

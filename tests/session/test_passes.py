@@ -130,8 +130,8 @@ STYLES = {"five": Five, "attached": Attached, "scaler": Scaler}
 
 
 @contextlib.contextmanager
-def driven(kind, models, policy=SCALED):
-    driver = kind(models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models], policy)
+def driven(style, models, policy=SCALED):
+    driver = style(models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models], policy)
     try:
         yield driver
     finally:
@@ -170,9 +170,9 @@ def trained_in_part(style, run, policy):
         loss = run(model, x).square().mean()
     driver.backward(loss)
     driver.done()
-    found = [x.grad, *gradients(model)]
+    grads = [x.grad, *gradients(model)]
     driver.close()
-    return found
+    return grads
 
 
 def nested(style, run, policy):
@@ -289,7 +289,7 @@ def retained(style, run, policy):
         for tensor in (features, again):
             tensor.retain_grad()
         driver.backward(loss, retain_graph=True)
-        first = [each.grad.clone() for each in (features, again)]
+        first = [tensor.grad.clone() for tensor in (features, again)]
         driver.backward(loss)
         driver.done()
         return [*first, features.grad, again.grad, *gradients(mine)]
@@ -328,10 +328,10 @@ def test_in_low_precision_gradients_of_a_small_loss_are_near_those_of_fp32(progr
 
         options = {} if "cached" not in program else {"first": 1e-5}
         expected = PROGRAMS[program](Plain, small, None, **options)
-        found = PROGRAMS[program](STYLES[style], small, f"{level},fp16,emulate=true", **options)
-        one, other = (torch.cat([gradient.flatten().float() for gradient in grads]) for grads in (found, expected))
+        actual = PROGRAMS[program](STYLES[style], small, f"{level},fp16,emulate=true", **options)
+        one, other = (torch.cat([gradient.flatten().float() for gradient in grads]) for grads in (actual, expected))
         assert torch.linalg.vector_norm(one - other) < 0.02 * torch.linalg.vector_norm(other)
-        for mine, true in zip(found, expected, strict=True):
+        for mine, true in zip(actual, expected, strict=True):
             assert torch.linalg.vector_norm(mine - true) < 0.1 * torch.linalg.vector_norm(true)
 
 
@@ -444,10 +444,10 @@ def test_inputs_of_a_checkpoint_are_let_go_of_within_the_pass_and_plain_if_they_
     class Keeps(Fairscale):
         @staticmethod
         def backward(ctx, gradient):
-            alive.append(sum(place() is not None for place in places))
+            alive.append(sum(reference() is not None for reference in references))
             args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
-            places.extend(map(weakref.ref, args))
-            if len(places) == 1:
+            references.extend(map(weakref.ref, args))
+            if len(references) == 1:
                 kept.extend(args)
             with torch.enable_grad():
                 output = ctx.run(*args)
@@ -463,9 +463,9 @@ def test_inputs_of_a_checkpoint_are_let_go_of_within_the_pass_and_plain_if_they_
             driver.backward(h.square().mean())
             return [kept.pop().grad]
 
-    places = []
+    references = []
     expected = run(Plain)
-    del places[:], alive[:]
+    del references[:], alive[:]
     assert_same(run(STYLES[style]), expected)
     assert alive == [0, 1, 1, 1]
 
@@ -483,8 +483,8 @@ def test_hooks_of_others_see_the_scale_and_are_warned_of(style):
 
     true, _ = run(Plain)
     with pytest.warns(UserWarning, match="carry the loss scale"):
-        found, seen = run(STYLES[style])
-    assert_same([found, seen], [true, true * 1024])
+        grad, seen = run(STYLES[style])
+    assert_same([grad, seen], [true, true * 1024])
 
 
 # The door -------------------------------------------------------------------------------------------------------------
@@ -538,8 +538,8 @@ def test_gradients_that_are_asked_for_of_parameters_are_scaled_and_divided(batch
         params = list(model.parameters())
         losses = torch.stack([(model(data(number)).float().square().mean()) * 1e-5 for number in range(2)])
         if batched:
-            found = torch.autograd.grad(losses, params, torch.eye(2), is_grads_batched=True)
-            return [each.sum(0) for each in found]
+            grads = torch.autograd.grad(losses, params, torch.eye(2), is_grads_batched=True)
+            return [grad.sum(0) for grad in grads]
         return [
             one + other
             for one, other in zip(
@@ -553,10 +553,10 @@ def test_gradients_that_are_asked_for_of_parameters_are_scaled_and_divided(batch
     for level in ("O1", "O2"):
         model = network()
         with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), f"{level},fp16,emulate=true"):
-            found = run(model)
-        assert {each.dtype for each in found} == {torch.float32}
-        assert torch.linalg.vector_norm(flat(found) - flat(true)) < 0.01 * torch.linalg.vector_norm(flat(true))
-        zeros = [(each == 0).float().mean() for each in (flat(found), flat(true))]
+            grads = run(model)
+        assert {grad.dtype for grad in grads} == {torch.float32}
+        assert torch.linalg.vector_norm(flat(grads) - flat(true)) < 0.01 * torch.linalg.vector_norm(flat(true))
+        zeros = [(values == 0).float().mean() for values in (flat(grads), flat(true))]
         assert zeros[0] < zeros[1] + 0.02
     model = network()
     with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), SCALED):
@@ -570,7 +570,7 @@ def test_gradients_that_are_asked_for_take_what_torch_takes():
         out = model(x)
         loss = out.square().mean()
         edge = torch.autograd.graph.get_gradient_edge
-        found = [
+        grads = [
             *torch.autograd.grad(loss, [first, unused], retain_graph=True, allow_unused=True),
             *torch.autograd.grad(loss, [first, unused], retain_graph=True, materialize_grads=True),
             *torch.autograd.grad(edge(loss), [edge(first), x], torch.ones(()), retain_graph=True),
@@ -580,30 +580,30 @@ def test_gradients_that_are_asked_for_take_what_torch_takes():
         (second,) = torch.autograd.grad(slope.square().sum(), first, retain_graph=True)
         with pytest.raises(RuntimeError, match="not have been used in the graph"):
             torch.autograd.grad(loss, [first, unused])
-        return [*(0 if each is None else each for each in found), slope.detach(), second]
+        return [*(0 if grad is None else grad for grad in grads), slope.detach(), second]
 
     model = network()
     with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), SCALED):
-        found = run(model)
-    assert_same(found, run(network()))
+        grads = run(model)
+    assert_same(grads, run(network()))
 
 
 def test_functional_transforms_see_torchs_own_gradients():
     def run(model):
-        x, params = data(), {name: each.detach() for name, each in model.named_parameters()}
+        x, params = data(), {name: param.detach() for name, param in model.named_parameters()}
 
         def loss(params, x):
             return torch.func.functional_call(model, params, (x,)).square().mean()
 
-        found = [
+        derivatives = [
             *torch.func.grad(loss)(params, x).values(),
             torch.func.vjp(lambda x: loss(params, x), x)[1](torch.ones(()))[0],
         ]
-        found.append(torch.autograd.functional.hessian(lambda x: model(x).square().mean(), x))
-        found.append(torch.autograd.functional.jacobian(model, x, vectorize=True))
-        return found
+        derivatives.append(torch.autograd.functional.hessian(lambda x: model(x).square().mean(), x))
+        derivatives.append(torch.autograd.functional.jacobian(model, x, vectorize=True))
+        return derivatives
 
     model = network()
     with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), SCALED):
-        found = run(model)
-    assert_same(found, run(network()))
+        derivatives = run(model)
+    assert_same(derivatives, run(network()))

@@ -82,24 +82,24 @@ def test_double_backward_in_fp32_is_torch_s_bit_for_bit(policy):
     """Scales are powers of two: what is multiplied in is divided out without a rounding."""
     true_loss, true = plain()
     for checkpointed in (False, True):
-        loss, found, _ = penalised(policy, checkpointed=checkpointed)
+        loss, grads, _ = penalised(policy, checkpointed=checkpointed)
         assert torch.equal(loss, true_loss)
-        assert_same(found, true)
+        assert_same(grads, true)
 
 
 @pytest.mark.parametrize("policy", LOW)
 def test_double_backward_in_low_precision_is_near_float64(policy):
     """And checkpoints change no bit of it."""
-    loss, found, amp = penalised(policy)
+    loss, grads, amp = penalised(policy)
     true_loss, true = plain(torch.float64)
     # Rounding to nearest is wrong by half a unit in the last place at most, and some ten roundings follow one another.
     tolerance = 10 * (2.0**-11 if amp.policy.dtype == torch.float16 else 2.0**-8)
     assert abs(loss.double() - true_loss) < tolerance * true_loss.abs()
-    together, reference = (torch.cat([g.double().flatten() for g in each]) for each in (found, true))
+    together, reference = (torch.cat([g.double().flatten() for g in tensors]) for tensors in (grads, true))
     assert torch.linalg.vector_norm(together - reference) < tolerance * torch.linalg.vector_norm(reference)
     again = penalised(policy, checkpointed=True)
     assert torch.equal(loss, again[0])
-    assert_same(found, again[1])
+    assert_same(grads, again[1])
 
 
 # As torch.autograd.grad ---------------------------------------------------------------------------------
@@ -111,12 +111,12 @@ def test_inputs_and_parameters_have_fp32_gradients(policy):
     model, x = Critic(), images()[0].requires_grad_()
     with amp.autocast():
         out = critic(x).float().sum()
-    found = [
+    grads = [
         *amp.grad(out, x, retain_graph=True),
         *amp.grad(out, critic.parameters()),
     ]  # an iterator, as torch takes it
     assert all(p.grad is None for p in critic.parameters())
-    for mine, theirs in zip(found, torch.autograd.grad(model(x).sum(), [x, *model.parameters()]), strict=True):
+    for mine, theirs in zip(grads, torch.autograd.grad(model(x).sum(), [x, *model.parameters()]), strict=True):
         assert mine.dtype == torch.float32
         assert not mine.requires_grad
         assert torch.linalg.vector_norm(mine - theirs) <= 0.1 * torch.linalg.vector_norm(theirs)
@@ -253,11 +253,11 @@ def test_each_call_has_a_scale_of_its_own_so_that_steps_are_taken(program):
 
     _, true, _ = trained(program, session("O0"))
     for level in ("O1", "O2"):
-        skipped, found, amp = trained(program, session(f"{level},fp16,emulate=true"))
+        skipped, weights, amp = trained(program, session(f"{level},fp16,emulate=true"))
         bare, other, plain = trained(program, session(f"{level},fp16,emulate=true"), torch.autograd.grad)
         assert skipped <= bare + 3
         assert amp.loss_scale >= plain.loss_scale
-        assert torch.linalg.vector_norm(found - true) < torch.linalg.vector_norm(other - true) + 0.2
+        assert torch.linalg.vector_norm(weights - true) < torch.linalg.vector_norm(other - true) + 0.2
 
 
 @pytest.mark.parametrize("policy", ["O1,fp16,emulate=true", "O2,fp16,emulate=true"])
@@ -266,9 +266,9 @@ def test_a_small_output_is_not_flushed_at_the_first_call(policy):
     model, x = Critic(), images()[0].requires_grad_()
     with amp.autocast():
         out = critic(x)
-    found = amp.grad(out.float().mean() * 1e-5, [x, *critic.parameters()])
+    grads = amp.grad(out.float().mean() * 1e-5, [x, *critic.parameters()])
     true = torch.autograd.grad(model(x).mean() * 1e-5, [x, *model.parameters()])
-    for mine, theirs in zip(found, true, strict=True):
+    for mine, theirs in zip(grads, true, strict=True):
         assert torch.linalg.vector_norm(mine - theirs) <= 2.0**-7 * torch.linalg.vector_norm(theirs)
 
 

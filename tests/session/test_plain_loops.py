@@ -38,11 +38,11 @@ from .loops import (
 BITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 22}
 
 
-def assert_true(found, expected, policy):
+def assert_true(actual, expected, policy):
     """Gradients are those of plain FP32: bit for bit at O0, else up to some ten roundings."""
     if policy.startswith("O0"):
-        return assert_same(found, expected)
-    mine, true = (torch.cat([g.flatten().float() for g in each]) for each in (found, expected))
+        return assert_same(actual, expected)
+    mine, true = (torch.cat([g.flatten().float() for g in grads]) for grads in (actual, expected))
     bits = BITS[mezzo.Policy.parse(policy).dtype]
     assert torch.linalg.vector_norm(mine - true) < 10 * 2.0**-bits * torch.linalg.vector_norm(true)
     return None
@@ -200,8 +200,8 @@ def test_gradients_that_are_only_returned_are_torchs_own(policy):
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         assert_true([slope], [true], policy)
         slope.square().sum().backward()
-        found = [p.grad for p in model.parameters() if p.grad is not None]
-        assert_true(found, [p.grad for p in plain.parameters() if p.grad is not None], policy)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert_true(grads, [p.grad for p in plain.parameters() if p.grad is not None], policy)
         made.step()
         assert not amp.last_step.skipped
 
@@ -226,12 +226,12 @@ def test_hooks_of_parameters_see_the_scale_and_one_warning_names_them(policy):
     seen = []
     model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     scaled = "1024" in policy
-    with attached(model, made, policy), warnings.catch_warnings(record=True) as told:
+    with attached(model, made, policy), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(2):
             train_plainly(model, made, number)
-    assert [warning.category for warning in told] == [UserWarning] * scaled
-    assert not scaled or "0.weight" in str(told[0].message)
+    assert [warning.category for warning in caught] == [UserWarning] * scaled
+    assert not scaled or "0.weight" in str(caught[0].message)
 
 
 # Recomputed -----------------------------------------------------------------------------------------------------------
@@ -268,14 +268,14 @@ class Functions(nn.Module):
      ("O1,bf16,emulate=true,low=softmax", False)],
 )  # fmt: skip
 def test_checkpoints_are_recomputed_under_the_policy_and_change_no_bit(policy, reentrant):
-    found = []
+    grads = []
     for again in (True, False):
         model = Functions(again)
         with attached(model, torch.optim.SGD(model.parameters(), lr=0.1), policy):
             x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
             model(x, reentrant=reentrant).float().square().sum().backward()
-            found.append([x.grad, *gradients(model)])
-    assert_same(*found)
+            grads.append([x.grad, *gradients(model)])
+    assert_same(*grads)
 
 
 # Schedulers -----------------------------------------------------------------------------------------------------------
@@ -291,14 +291,14 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("hold", [True, False])
-def test_schedulers_wait_where_a_step_was_skipped(kind, hold):
+def test_schedulers_wait_where_a_step_was_skipped(name, hold):
     for early in (True, False):
         model, made = built()
-        scheduler = SCHEDULERS[kind](made) if early else None
+        scheduler = SCHEDULERS[name](made) if early else None
         with attached(model, made, "O1,emulate=true", hold_schedulers=hold):
-            scheduler = scheduler or SCHEDULERS[kind](made)
+            scheduler = scheduler or SCHEDULERS[name](made)
             for number, rate in enumerate([0.05, 0.05, 0.025] if hold else [0.05, 0.025, 0.0125]):
                 train_plainly(model, made, number, spoilt=number == 1)
                 scheduler.step()
@@ -338,7 +338,7 @@ def test_a_scheduler_waits_for_its_own_optimizer_alone():
             loss_of(model, number).backward()
             if number:
                 model[3].weight.grad.fill_(INF)
-            for each in (*pair, *schedulers):
-                each.step()
+            for stepper in (*pair, *schedulers):
+                stepper.step()
             model.zero_grad()
     assert [optimizer.param_groups[0]["lr"] for optimizer in pair] == [0.025, 0.05]

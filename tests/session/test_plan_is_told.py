@@ -60,8 +60,8 @@ class Program:
 
     def is_planned(self, *, writes=False):
         if self.amp is not None:
-            found = engine_of(self.amp).plan.differences(engine_of(self.amp).planned())
-            assert not [each for each in found if writes or not ("deciding" in each or "writers" in each)]
+            differences = engine_of(self.amp).plan.differences(engine_of(self.amp).planned())
+            assert not [text for text in differences if writes or not ("deciding" in text or "writers" in text)]
 
     def group(self, number=0):
         return self.optimizers[number].param_groups[-1]
@@ -193,14 +193,14 @@ ROWS = [
 
 #: What plain torch has no call for, or another one.
 LACKS = {"five lines": {an_optimizer_joins}, "attach": {another_step}, "attach in bfloat16": {another_step}}
-EACH = [(style, library) for style in STYLES for library in LIBRARIES if library == "mezzo" or "bfloat" not in style]
+CASES = [(style, library) for style in STYLES for library in LIBRARIES if library == "mezzo" or "bfloat" not in style]
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*carry the loss scale")
 @pytest.mark.parametrize(
     "row, style, library",
-    [(row, *each) for row in ROWS for each in EACH if row not in LACKS[each[0]]],
-    ids=lambda each: getattr(each, "__name__", each),
+    [(row, *case) for row in ROWS for case in CASES if row not in LACKS[case[0]]],
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_the_next_step_knows(row, style, library):
     mine, plain = Program(style, library), Program(None, library)
@@ -210,12 +210,12 @@ def test_the_next_step_knows(row, style, library):
         row(program)
         for number in range(2, 5):
             program.step(number)
-    found, true = mine.ended(), plain.ended()
+    values, true = mine.ended(), plain.ended()
     for name, start in plain.start.items():
         if torch.equal(true[name], start):
-            assert torch.equal(found[name], start), f"{name} has moved"
+            assert torch.equal(values[name], start), f"{name} has moved"
         else:
-            assert_near([found[name]], [true[name]], [start], share=0.1)
+            assert_near([values[name]], [true[name]], [start], share=0.1)
 
 
 def test_a_step_with_a_closure_goes_by_what_optimizers_share_then():
@@ -231,10 +231,10 @@ def test_a_step_with_a_closure_goes_by_what_optimizers_share_then():
         for part in (program.amp or program.model, program.model):
             part.zero_grad()
         program.step(2)
-    found, true = mine.ended(), plain.ended()
+    values, true = mine.ended(), plain.ended()
     for name in plain.start:
         if not torch.equal(true[name], plain.start[name]):
-            assert_near([found[name]], [true[name]], [plain.start[name]], share=0.1)
+            assert_near([values[name]], [true[name]], [plain.start[name]], share=0.1)
 
 
 def evaluated(program, number):

@@ -134,7 +134,7 @@ def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkey
             if not any(param.grad is not None for param in model.parameters()):
                 plain.clear()  # a window begins anew
             backward(model, amp, number)
-            expected = [each for roles in plain.known.values() for each in map(plain.takes, roles.values())]
+            expected = [amax for roles in plain.known.values() for amax in map(plain.takes, roles.values())]
             for now, amax, _ in given:
                 assert amax in expected or (amax == now and 0.0 in expected)
             # The checkpoint's weight and input are written down once more, and no gradient is twice.
@@ -170,7 +170,7 @@ def test_what_a_step_has_not_seen_stays_what_it_was(window, known):
 
 
 def test_a_loop_of_ones_own_moves_histories_as_five_lines_do():
-    found = []
+    ends = []
     for is_attached in (False, True):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -186,11 +186,11 @@ def test_a_loop_of_ones_own_moves_histories_as_five_lines_do():
                         loss = model(batch(number) * scale).float().square().mean()
                     amp.backward(loss)
             optimizer.step() if is_attached else amp.step()
-        found.append(histories(amp))
+        ends.append(histories(amp))
         if is_attached:
             amp.detach()
-    assert found[0] == found[1]
-    assert max(found[0]["mid.weight"][0]) < 64
+    assert ends[0] == ends[1]
+    assert max(ends[0]["mid.weight"][0]) < 64
 
 
 def test_gradients_that_the_session_clears_to_zeros_set_no_scale():
@@ -214,8 +214,8 @@ def test_what_lies_beyond_the_history_saturates_and_is_no_nan(monkeypatch):
     with amp.autocast():
         loss = model(batch(1) * 1024).float().square().mean() * 1024
     amp.backward(loss)
-    assert {float(each.values.float().abs().max()) for each in seen} >= {448.0, 57344.0}
-    assert all(bool(each.values.float().isfinite().all()) for each in seen)
+    assert {float(operand.values.float().abs().max()) for operand in seen} >= {448.0, 57344.0}
+    assert all(bool(operand.values.float().isfinite().all()) for operand in seen)
     assert not bool(amp.step().skipped)
     amp.zero_grad()
     with amp.autocast():
@@ -228,18 +228,18 @@ def test_what_lies_beyond_the_history_saturates_and_is_no_nan(monkeypatch):
 
 def test_two_optimizers_and_two_models_keep_histories_of_their_own():
     one, other = network(), network(lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (one, other)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (one, other)]
     amp = MixedPrecision([one, other], optimizers, f"O1,dtype=bfloat16,{DELAYED}")
     with amp.autocast():
         loss = other(one(batch(1))).float().square().mean()
     amp.backward(loss)
     amp.step()
     amp.zero_grad()
-    found = histories(amp)
-    assert {*found} == {"0.mid.weight", "0.again.weight", "1.1.weight"}
+    amaxes = histories(amp)
+    assert {*amaxes} == {"0.mid.weight", "0.again.weight", "1.1.weight"}
     for name, weight in (("0.mid.weight", one.mid.weight), ("1.1.weight", other[1].weight)):
-        assert found[name][1][1:] == [0.0] * (LENGTH - 1)
-        assert found[name][1][0] == pytest.approx(float(weight.detach().abs().max()), rel=0.01)
+        assert amaxes[name][1][1:] == [0.0] * (LENGTH - 1)
+        assert amaxes[name][1][0] == pytest.approx(float(weight.detach().abs().max()), rel=0.01)
     assert len(amp.state_dict()["products"]["draws"]) == 2
 
 
@@ -271,8 +271,8 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(text, level):
     saved = on_disk(model, optimizer, amp)
     on = [train(model, amp, number) for number in range(3, 8)]
     again = session(text, level)
-    for each, state in zip(again, saved, strict=True):
-        each.load_state_dict(state)
+    for part, state in zip(again, saved, strict=True):
+        part.load_state_dict(state)
     assert [train(again[0], again[2], number) for number in range(3, 8)] == on
     assert bits(again[0].state_dict()) == bits(model.state_dict())
     assert bits(again[2].state_dict()) == bits(amp.state_dict())
@@ -361,14 +361,14 @@ def test_weights_that_pruning_has_taken_away_are_scaled_by_themselves():
     model, _, amp = session()
     prune.l1_unstructured(model.mid, "weight", 0.5)
     train(model, amp, 1)
-    found = histories(amp)
-    assert {*found} == {"again.weight"}
-    assert found["again.weight"][0][0] > 0
+    amaxes = histories(amp)
+    assert {*amaxes} == {"again.weight"}
+    assert amaxes["again.weight"][0][0] > 0
 
 
 @pytest.mark.parametrize("text", [DELAYED, NVFP4])
 def test_a_captured_step_moves_histories_and_draws_as_others_do(text):
-    found = []
+    runs = []
     for captures in (False, True):
         model, _, amp = session(text, optimizer=lambda params, lr: optim.AdamW(params, lr=lr))
 
@@ -386,6 +386,6 @@ def test_a_captured_step_moves_histories_and_draws_as_others_do(text):
                 x = batch(number) * (float("inf") if number == 5 else 1.0)
                 loss, skipped = called(x)
                 assert bool(skipped) == (number == 5)
-        found.append((loss, amp.state_dict()["products"], model.state_dict()))
-    assert bits(found[0]) == bits(found[1])
-    assert found[0][1]["draws"] == ([0] if text == DELAYED else [32])
+        runs.append((loss, amp.state_dict()["products"], model.state_dict()))
+    assert bits(runs[0]) == bits(runs[1])
+    assert runs[0][1]["draws"] == ([0] if text == DELAYED else [32])

@@ -311,9 +311,9 @@ def ran(name, driver):
             driver.end()
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected) > 0
-    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+def assert_same(actual, expected):
+    assert len(actual) == len(expected) > 0
+    for number, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(mine, theirs), f"tensor {number}: {(mine - theirs).abs().max():g}"
 
 

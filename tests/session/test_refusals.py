@@ -180,7 +180,7 @@ def test_a_session_that_is_refused_leaves_everything_as_it_was(name, request):
         pytest.skip("this torch's fused SGD moves low weights")
     for begin in (MixedPrecision, mezzo.attach):
         models, optimizers = build()
-        parts = [part for each in (models, optimizers) for part in (each if isinstance(each, list) else [each])]
+        parts = [part for arg in (models, optimizers) for part in (arg if isinstance(arg, list) else [arg])]
         with nothing_changes(error, *words, parts=parts):
             begin(models, optimizers, policy, **options)
 
@@ -247,8 +247,8 @@ def cleared_by_others():
 
 def frozen():
     model = Weights(1, 1)
-    model.each[0].requires_grad_(False)
-    pair, amp = over(model, FP16, [model.each[0]], [model.each[1]])
+    model.vectors[0].requires_grad_(False)
+    pair, amp = over(model, FP16, [model.vectors[0]], [model.vectors[1]])
     return model, pair[0], amp, pair[1]
 
 
@@ -421,11 +421,11 @@ def changed(**values):
     def change(state):
         for path, value in values.items():
             folder, _, name = path.rpartition("__")
-            place = state[folder] if folder else state
+            parent = state[folder] if folder else state
             if value is None:
-                del place[name]
+                del parent[name]
             else:
-                place[name] = value(place.get(name)) if callable(value) else value
+                parent[name] = value(parent.get(name)) if callable(value) else value
         return state
 
     return change

@@ -23,13 +23,13 @@ def test_one_loss_that_two_optimizers_step_from_counts_once(first, struck, hyste
     """Whichever steps first, and with a budget of overflows too: a step is an iteration."""
     rules = LossScale.dynamic(init=256.0, interval=2, hysteresis=hysteresis, floor=64.0)
     model = Weights(1, 1)
-    pair, amp = over(model, Policy.O0(loss_scale=rules), [model.each[0]], [model.each[1]])
+    pair, amp = over(model, Policy.O0(loss_scale=rules), [model.vectors[0]], [model.vectors[1]])
     scale, clean, budget = 256.0, 0, hysteresis
     for step in range(12):
         overflow = bool(struck) and step not in (0, 3, 4)
         amp.backward(model.loss(1, 1))
         for number in struck if overflow else ():
-            model.each[number].grad.fill_(NAN)
+            model.vectors[number].grad.fill_(NAN)
         for number in (first, 1 - first):
             assert bool(amp.step(pair[number]).skipped) == (overflow and number in struck)
         amp.zero_grad()
@@ -58,8 +58,8 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
     def step(spoils=True):
         amp.backward(model.loss(1, 1, 1, 1))
         if spoils:
-            model.each[1].grad[1] = poison
-            model.each[3].grad[0] = -poison
+            model.vectors[1].grad[1] = poison
+            model.vectors[3].grad[0] = -poison
         try:
             return amp.step()
         finally:
@@ -76,9 +76,9 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
     text = str(caught.value)
     assert text.startswith(f"the loss scale collapsed: {patience} overflows in a row at its floor")
     assert f"step {patience + 16}" in text
-    assert "each.1" in text
-    assert "each.3" in text
-    assert "each.0" not in text
+    assert "vectors.1" in text
+    assert "vectors.3" in text
+    assert "vectors.0" not in text
     assert "  write  " in text
     assert amp.loss_scale.item() == 1.0
     assert_same(before, [param.detach() for param in amp.master_params()])
@@ -102,9 +102,9 @@ def test_patience_is_for_overflows_in_a_row_at_the_floor(rules, pattern):
     model, amp = counted(rules)
     for event in pattern:
         assert bool(iterate(model, amp, event).skipped) == (event == "X")
-    with pytest.raises(ScaleCollapsed, match=r"each\.0"):
+    with pytest.raises(ScaleCollapsed, match=r"vectors\.0"):
         iterate(model, amp)
-    assert model.each[0].isfinite().all()
+    assert model.vectors[0].isfinite().all()
 
 
 def test_failing_losses_are_no_overflows_at_the_floor_and_end_the_run_by_themselves():
@@ -145,35 +145,35 @@ def told_in(style, rules, events):
     scaler = GradScaler("cpu", enabled=style == "scaler")
     policy = Policy.O0(loss_scale=LossScale.parse(rules))
     amp = {"five lines": MixedPrecision, "attach": mezzo.attach}.get(style, lambda *_: None)(model, optimizer, policy)
-    skips, told = "", []
+    skips, messages = "", []
     with contextlib.nullcontext() if amp is None else contextlib.closing(amp):
         for event in events:
-            before = model.each[0].detach().clone()
+            before = model.vectors[0].detach().clone()
             loss = model.loss(1.0) * (NAN if event == "F" else 1.0)
             amp.backward(loss) if style == "five lines" else scaler.scale(loss).backward()
             if event == "X":
-                model.each[0].grad[0] = INF
+                model.vectors[0].grad[0] = INF
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 amp.step() if style == "five lines" else scaler.step(optimizer)
-            told.append([str(warning.message) for warning in caught if "in a row" in str(warning.message)])
+            messages.append([str(warning.message) for warning in caught if "in a row" in str(warning.message)])
             scaler.update()
             optimizer.zero_grad()
-            skips += "X" if torch.equal(before, model.each[0]) else "."
-    return skips, told
+            skips += "X" if torch.equal(before, model.vectors[0]) else "."
+    return skips, messages
 
 
 @pytest.mark.parametrize("style", ["five lines", "attach", "scaler"])
 @pytest.mark.parametrize("event", ["X", "F"])
 def test_twenty_skipped_in_a_row_are_warned_of_once(style, event):
     events = "." + event * 19 + "." + event * 45 + "." + event * 30
-    skips, told = told_in(style, "dynamic", events)
+    skips, messages = told_in(style, "dynamic", events)
     assert skips == events.replace("F", "X")
-    assert [number for number, each in enumerate(told) if each] == [40]
-    (text,) = told[40]
-    held = event == "F" and style != "scaler"  # a scaler has seen no loss
+    assert [number for number, texts in enumerate(messages) if texts] == [40]
+    (text,) = messages[40]
+    is_loss = event == "F" and style != "scaler"  # a scaler has seen no loss
     backoffs = 38 if style == "scaler" else 39  # whose scale moves in update()
-    scale, why = (2.0**16, "the loss itself is not") if held else (2.0 ** (16 - backoffs), "the gradients are not")
+    scale, why = (2.0**16, "the loss itself is not") if is_loss else (2.0 ** (16 - backoffs), "the gradients are not")
     for words in ("20 steps in a row were skipped: nothing is learnt", "step 41", f"loss scale {scale:.6g}", why):
         assert words in text
 
@@ -189,8 +189,8 @@ def test_twenty_skipped_in_a_row_are_warned_of_once(style, event):
     ],
 )
 def test_the_warning_says_what_to_write(rules, words):
-    _, told = told_in("five lines", rules, "X" * 20)
-    assert words in told[-1][0]
+    _, messages = told_in("five lines", rules, "X" * 20)
+    assert words in messages[-1][0]
 
 
 def test_a_loss_that_is_a_sum_trains_below_a_scale_of_one_as_under_torch_amp():
@@ -285,7 +285,7 @@ def test_stats_are_what_a_book_kept_by_hand_says(pattern, interval, hysteresis, 
             model, amp = counted(rules)
             amp.load_state_dict(saved)
             assert dataclasses.asdict(amp.stats()) == book.stats() | {"ranks": 1}
-    assert model.each[0].isfinite().all()
+    assert model.vectors[0].isfinite().all()
 
 
 def test_a_saved_scale_stays_within_this_sessions_bounds_and_extremes_begin_again_with_another():

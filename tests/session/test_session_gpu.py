@@ -39,5 +39,5 @@ def train(model, amp, steps):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_follows_fp32(policy):
-    exact, mixed = (train(*session(each), 60)[-1].item() for each in ("O0", policy))
+    exact, mixed = (train(*session(text), 60)[-1].item() for text in ("O0", policy))
     assert mixed == pytest.approx(exact, abs=0.05)

@@ -59,7 +59,9 @@ class Loop:
 def test_a_session_has_no_mode_and_asks_nothing_of_the_cpu(gpu, monkeypatch, policy):
     asked, modes = [], []
     plain = decide.probe
-    monkeypatch.setattr(decide, "probe", lambda kind="cpu", **kw: asked.append(kind) or plain(kind, **kw))
+    monkeypatch.setattr(
+        decide, "probe", lambda device_type="cpu", **kw: asked.append(device_type) or plain(device_type, **kw)
+    )
     loop = Loop(policy)
     for module in loop.model:
         module.register_forward_hook(lambda *_: modes.append([*_get_current_function_mode_stack()]))
@@ -213,7 +215,7 @@ def test_compiled_models_train_as_eager_ones(computing, policy):
 
 @pytest.mark.slow
 def test_models_that_torch_captures_train_the_same_in_a_capture(computing):
-    found = []
+    runs = []
     for captures in (False, True):
         torch.manual_seed(0)
         loop = Loop(dropout=0.0)
@@ -225,9 +227,9 @@ def test_models_that_torch_captures_train_the_same_in_a_capture(computing):
             if number == 8 and captures:
                 step = mezzo.capture(loop.train_step, loop.amp)
             losses.append(step(*loop.batch)[0].clone())
-        found.append(torch.stack(losses))
-    torch.testing.assert_close(*found)
-    assert found[0][-1] < found[0][0]
+        runs.append(torch.stack(losses))
+    torch.testing.assert_close(*runs)
+    assert runs[0][-1] < runs[0][0]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

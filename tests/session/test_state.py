@@ -76,8 +76,8 @@ def test_fp32_values_survive_a_change_of_policy_or_optimizer(one):
     for other in KINDS:
         for order in ((0, 1), (1, 0)):
             fresh = session(*other)
-            for place in order:
-                fresh[2 * place].load_state_dict(saved[place])
+            for index in order:
+                fresh[2 * index].load_state_dict(saved[index])
             error = 2.0**-40 if other == (LOW[2], "mezzo") else 0.0
             for mine, theirs in zip(weights(amp), weights(fresh[2]), strict=True):
                 assert (mine - theirs).abs().max() <= error
@@ -280,8 +280,8 @@ def test_wrappers_around_a_prepared_model_are_known(alone):
         two = network()
         handle = mezzo.prepare(two, BF16)
         wrapper = wrap(two)
-        found = handle if isinstance(wrapper, nn.parallel.DistributedDataParallel) else wrapper
-        amp = MixedPrecision(found, OPTIMIZERS["AdamW"](two.parameters()))
+        argument = handle if isinstance(wrapper, nn.parallel.DistributedDataParallel) else wrapper
+        amp = MixedPrecision(argument, OPTIMIZERS["AdamW"](two.parameters()))
         assert amp.policy == Policy.parse(BF16)
         steps(getattr(wrapper, "_orig_mod", wrapper), amp)  # to compile is tests/cast's
         assert_same(weights(first), weights(amp))

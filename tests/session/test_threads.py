@@ -51,9 +51,9 @@ def together(*calls):
         raise raised[0]
 
 
-def opens(policy, begin=mezzo.MixedPrecision, kind="SGD"):
+def opens(policy, begin=mezzo.MixedPrecision, optimizer="SGD"):
     """Open a session over a model of its own, take a step, and close it."""
-    model, made = built(kind)
+    model, made = built(optimizer)
     before = model[0].weight.detach().clone()
     amp = begin(model, made, policy)
     if begin is mezzo.attach:
@@ -66,9 +66,9 @@ def opens(policy, begin=mezzo.MixedPrecision, kind="SGD"):
     assert not torch.equal(before, model[0].weight)
 
 
-def plain(kind="SGD"):
+def plain(optimizer="SGD"):
     """What a thread that has nothing to do with sessions does: a step that changes weights, and a scheduler."""
-    model, made = built(kind)
+    model, made = built(optimizer)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.5)
 
     def call():
@@ -93,9 +93,9 @@ NAMES = (
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("policy", ["O0", LOW[2]])
 def test_sessions_come_and_go_while_other_threads_step(policy):
-    names = [vars(place)[name] for place, name in NAMES]
+    names = [vars(owner)[name] for owner, name in NAMES]
     together(functools.partial(opens, policy, mezzo.attach), functools.partial(opens, policy), plain())
-    assert [vars(place)[name] for place, name in NAMES] == names
+    assert [vars(owner)[name] for owner, name in NAMES] == names
 
 
 @pytest.mark.usefixtures("switching")

@@ -10,13 +10,13 @@ from mezzo.session.session import engine_of
 SCALES = ["none", "64"]
 
 
-def made(*places, scale="64", model=None, kind=torch.optim.SGD):
+def made(*indices, scale="64", model=None, make=torch.optim.SGD):
     """Return a model of two layers whose weights are all one half, an optimizer for some of its layers, and theirs."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if model is None else model
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.5)
-    optimizers = [kind(model[place].parameters(), lr=1.0) for place in places]
+    optimizers = [make(model[index].parameters(), lr=1.0) for index in indices]
     return model, optimizers, mezzo.MixedPrecision(model, optimizers, f"O1,bf16,emulate=true,loss_scale={scale}")
 
 

@@ -52,7 +52,7 @@ def test_low_gradients_are_summed_in_fp32_from_the_second_pass_on(policy, large,
     for _ in range(2):  # and the next window begins low again
         for number, value in enumerate([large, *[1.0] * 8]):
             amp.backward(model.loss(value))
-            assert model.each[0].grad.dtype == (torch.float32 if number else amp.policy.dtype)
+            assert model.vectors[0].grad.dtype == (torch.float32 if number else amp.policy.dtype)
         assert amp.step().grad_norm.item() == large + 8
         amp.zero_grad()
 
@@ -74,18 +74,18 @@ def test_a_window_that_stays_open_while_the_scale_moves_is_rescaled_in_fp32(leve
     """One optimizer accumulates over three iterations, the other steps at each; the scale grows, or falls, between."""
     for strike in (None, 1):
         model = Weights(2, 2)
-        (fast, slow), amp = over(model, f"{level},{GROWING}", [model.each[0]], [model.each[1]])
+        (fast, slow), amp = over(model, f"{level},{GROWING}", [model.vectors[0]], [model.vectors[1]])
         scale = 256.0
         for step in range(3):
             amp.backward(model.loss(1, 2.0**step))
             if step == strike:
                 spoil(model)
-            told = amp.step(fast)
-            assert (bool(told.skipped), told.scale.item()) == (step == strike, scale)
+            early = amp.step(fast)
+            assert (bool(early.skipped), early.scale.item()) == (step == strike, scale)
             scale *= 0.5 if step == strike else 2
             fast.zero_grad()
         late = amp.step(slow)
-        assert [p.tolist() for p in model.each] == [[-3.0 + (strike is not None)] * 2, [-7.0, -7.0]]
+        assert [p.tolist() for p in model.vectors] == [[-3.0 + (strike is not None)] * 2, [-7.0, -7.0]]
         assert late.grad_norm.item() == pytest.approx(7.0 * 2**0.5)
         assert not late.skipped
 
@@ -129,8 +129,8 @@ def test_clearing_all_begins_a_new_window(policy, clears):
             amp.unscale_()
         CLEARS[clears](amp, made, model)
         assert all(p.grad is None for p in model.parameters())
-        for each, net in ((amp, model), (same, other)):
-            assert not train(each, net, 1, micro_batches=2).skipped
+        for driver, net in ((amp, model), (same, other)):
+            assert not train(driver, net, 1, micro_batches=2).skipped
         assert_same(weights(amp), weights(same))
 
 
@@ -140,15 +140,15 @@ def test_zeros_in_the_place_of_an_overflow_begin_a_new_window_of_a_loop_of_its_o
         model = Weights(2, value=1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with attached(model, optimizer, policy) as amp:
-            out = model.each[0] * 1.0
+            out = model.vectors[0] * 1.0
             out.register_hook(lambda gradient: gradient * float("inf"))
             out.float().sum().backward()
-            grad = model.each[0].grad
-            model.each[0].grad = grad.zero_() if how == "in place" else torch.zeros_like(grad)
+            grad = model.vectors[0].grad
+            model.vectors[0].grad = grad.zero_() if how == "in place" else torch.zeros_like(grad)
             model.loss(0.5).backward()
             optimizer.step()
             assert not amp.last_step.skipped
-            assert model.each[0].tolist() == [0.5, 0.5]
+            assert model.vectors[0].tolist() == [0.5, 0.5]
 
 
 # What users do with gradients -----------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_zeros_in_the_place_of_an_overflow_begin_a_new_window_of_a_loop_of_its_o
 def test_an_edit_of_master_gradients_is_one_of_the_models_parameters(policy):
     """As ``clip_grad_norm_(amp.master_params(), …)`` in apex's manner; torch's optimizer in FP32 is the oracle."""
     for optimizer in ("SGD", "AdamW", "mezzo"):
-        found = []
+        runs = []
         for updated in (False, True):
             model, _, amp = session(policy, optimizer)
             copies = [nn.Parameter(value.clone()) for value in weights(amp)]
@@ -174,24 +174,24 @@ def test_an_edit_of_master_gradients_is_one_of_the_models_parameters(policy):
                 norm = amp.step().grad_norm
                 amp.zero_grad()
                 plain.step()
-            found.append([*weights(amp), norm])
+            runs.append([*weights(amp), norm])
             for mine, true in zip(weights(amp), copies, strict=True):
                 torch.testing.assert_close(mine, true.detach(), rtol=1e-6, atol=1e-6 if optimizer == "mezzo" else 0)
-        assert_same(*found)
+        assert_same(*runs)
 
 
 @pytest.mark.parametrize("policy, max_grad_norm", list(zip(SCALED, (None, 1.0, None, 1.0), strict=True)))
 def test_an_edit_of_scaled_gradients_is_warned_of_once(policy, max_grad_norm):
     model, _, amp = session(policy, max_grad_norm=max_grad_norm)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(3):
             backward(amp, model, number)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             amp.step()
             amp.zero_grad()
-    assert [warning.category for warning in told] == [UserWarning]
-    assert re.search(r"(?s)gradients .* carry the loss scale.*amp\.unscale_\(\)", str(told[0].message))
+    assert [warning.category for warning in caught] == [UserWarning]
+    assert re.search(r"(?s)gradients .* carry the loss scale.*amp\.unscale_\(\)", str(caught[0].message))
 
 
 def test_no_other_edit_is_warned_of():
@@ -295,7 +295,7 @@ def test_optimizers_that_share_parameters_step_together_and_by_turns(fused, clip
             for i in chosen:
                 theirs[i].step()
         # 1/scale, coefficient and product each round once.
-        torch.testing.assert_close(model.each[0], plain.each[0], rtol=4 * 2.0**-23 if clip else 0, atol=0)
+        torch.testing.assert_close(model.vectors[0], plain.vectors[0], rtol=4 * 2.0**-23 if clip else 0, atol=0)
 
 
 @pytest.mark.parametrize("policy", [policy for policy in EVERY if not policy.startswith("O2")])
@@ -322,13 +322,13 @@ def test_steps_that_one_pass_feeds_count_once_for_the_scale(strike):
     """Each optimizer judges its own gradients, in whichever order they step."""
     for order in ((0, 1), (1, 0)):
         model = Weights(2, 2)
-        pair, amp = over(model, "O0,loss_scale=dynamic(init=256,interval=2)", [model.each[0]], [model.each[1]])
+        pair, amp = over(model, "O0,loss_scale=dynamic(init=256,interval=2)", [model.vectors[0]], [model.vectors[1]])
         for number, scale in enumerate((256.0, 512.0, 512.0, 1024.0) if strike is None else (256.0, 512.0, 256.0)):
             amp.backward(model.loss(1.0, 1.0))
             if number == 2 and strike is not None:
                 spoil(model, which=strike)
-            for place in order:
-                assert bool(amp.step(pair[place]).skipped) == (number == 2 and place == strike)
+            for index in order:
+                assert bool(amp.step(pair[index]).skipped) == (number == 2 and index == strike)
             amp.zero_grad()
             assert amp.loss_scale.item() == scale
 

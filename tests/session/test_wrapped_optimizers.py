@@ -64,8 +64,8 @@ def trained(style, make, policy=None):
 def test_they_train_skip_and_are_saved(name, policy):
     right = trained("plain", WRAPPED[name])
     for style in ("five lines", "attach"):
-        found = trained(style, WRAPPED[name], policy)
-        assert_near(found, right, list(network().parameters()), share=0.1)
+        weights = trained(style, WRAPPED[name], policy)
+        assert_near(weights, right, list(network().parameters()), share=0.1)
 
 
 def test_their_own_steps_are_refused_beside_the_five_lines():
@@ -105,7 +105,7 @@ class Asked(torch.Tensor):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_asks_a_class_of_parameters_for_its_functions_as_torch_does(fused):
-    found = []
+    functions = []
     for has_session in (False, True):
         model = nn.Linear(3, 2)
         for name, param in [*model.named_parameters()]:
@@ -117,9 +117,9 @@ def test_a_step_asks_a_class_of_parameters_for_its_functions_as_torch_does(fused
             amp.backward(loss) if has_session else loss.backward()
             Asked.functions.clear()
             (amp or optimizer).step()
-            found.append({*Asked.functions})
+            functions.append({*Asked.functions})
             optimizer.zero_grad()
-    plain, plain_again, first, again = found
+    plain, plain_again, first, again = functions
     assert torch.is_complex in plain_again
     assert plain <= first
     assert plain_again <= again

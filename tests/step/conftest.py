@@ -10,7 +10,7 @@ from .executors.implementations import PARAMETERS, prepared
 
 
 @pytest.fixture(params=PARAMETERS)
-def each(request, monkeypatch):
+def implementation(request, monkeypatch):
     """Every implementation in turn."""
     return prepared(request, monkeypatch)
 
@@ -22,15 +22,19 @@ def lacking(monkeypatch):
     caches += (cpp_source.update_source, triton_source.update_source)
 
     def forget():
-        for each in caches:
-            each.cache_clear()
+        for cached in caches:
+            cached.cache_clear()
 
-    def take(*operations):
+    def taken_out(*operations):
         for module, name in ((cpp_source, "CPP"), (triton_source, "TRITON"), (triton, "NUMBERS")):
             dialect = getattr(module, name)
-            left = {each: line for each, line in dialect.operations.items() if not each.startswith(operations)}
+            left = {
+                operation: line
+                for operation, line in dialect.operations.items()
+                if not operation.startswith(operations)
+            }
             monkeypatch.setattr(module, name, dataclasses.replace(dialect, operations=left))
 
     forget()
-    yield take
+    yield taken_out
     forget()

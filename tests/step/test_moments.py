@@ -52,12 +52,12 @@ def codes_of(value, scale, dtype, fraction=Fraction(1, 2)):
     """The codes that FP32 arithmetic may find: of a place on the curve, and of one that is a little lower or higher."""
     start = Fraction(START[dtype])
     y = start + (END - start) * abs(Fraction(value)) / Fraction(scale)
-    found = []
-    for near in (y * (1 - ABOUT), min(y * (1 + ABOUT), END)):
-        size = math.floor((place_of(max(near, start)) - place_of(start)) / 2**19 + fraction)
+    codes = []
+    for position in (y * (1 - ABOUT), min(y * (1 + ABOUT), END)):
+        size = math.floor((place_of(max(position, start)) - place_of(start)) / 2**19 + fraction)
         size = max(size, int(value != 0)) if dtype == UINT8 else size
-        found.append(-size if value < 0 else size)
-    return found
+        codes.append(-size if value < 0 else size)
+    return codes
 
 
 def check(values, dtype):
@@ -72,14 +72,14 @@ def check(values, dtype):
             assert not back[GROUP * at : GROUP * at + GROUP].isfinite().any()
             continue
         least = START[dtype] * Fraction(scale)
-        for place, value in enumerate(group, start=GROUP * at):
+        for index, value in enumerate(group, start=GROUP * at):
             low, high = sorted(codes_of(value, scale, dtype))
-            assert low <= int(codes[place]) <= high, (value, scale)
-            error = abs(Fraction(float(back[place])) - Fraction(value))
+            assert low <= int(codes[index]) <= high, (value, scale)
+            error = abs(Fraction(float(back[index])) - Fraction(value))
             most = max((abs(Fraction(value)) + least) / 32, least / 30 if dtype == UINT8 else 0)
             assert error <= most + ABOUT * Fraction(scale) + Fraction(2) ** -148, (value, scale)
-            assert (float(back[place]) == 0) >= (value == 0)
-            assert dtype == INT8 or (float(back[place]) != 0) == (value != 0)
+            assert (float(back[index]) == 0) >= (value == 0)
+            assert dtype == INT8 or (float(back[index]) != 0) == (value != 0)
     if scales.isfinite().all():
         assert fit(codes, scales)
         again, same = encode(back, dtype)
@@ -120,9 +120,9 @@ def test_codes_and_scales_by_hand(dtype):
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=40), st.integers(-149, 127), st.booleans())
 def test_codes_and_scales_drawn(values, power, is_signed):
     """FP32 values of any size, and as many that are near each other."""
-    near = [math.ldexp(math.remainder(value, 1.0), power) for value in values if math.isfinite(value)]
-    for each in (values, [value_of(pattern_of(value)) for value in near]):
-        check(each, INT8 if is_signed else UINT8)
+    alike = [math.ldexp(math.remainder(value, 1.0), power) for value in values if math.isfinite(value)]
+    for group in (values, [value_of(pattern_of(value)) for value in alike]):
+        check(group, INT8 if is_signed else UINT8)
 
 
 @pytest.mark.parametrize("dtype", [INT8, UINT8])
@@ -149,15 +149,15 @@ def test_what_is_rounded_at_random_is_a_neighbour_and_in_the_mean_the_moment(dty
     words = torch.randint(-(2**31), 2**31, (count, GROUP), generator=generator, dtype=torch.int32)
     for bits in (words, words >> 13):
         codes, scales = coded(group.expand(count, GROUP), dtype, bits)
-        found = valued(codes.to(dtype), scales)
+        rounded = valued(codes.to(dtype), scales)
         scale = float(scales[0])
-        for place, value in enumerate(group.tolist()):
+        for index, value in enumerate(group.tolist()):
             low, high = (codes_of(value, scale, dtype, f) for f in (Fraction(0), 1 - Fraction(1, 2**19)))
-            assert {*codes[:, place].tolist()} <= {*low, *high}, value
-        deviation = found.double().std(0) / math.sqrt(count)
-        assert ((found.double().mean(0) - group.double()).abs() <= 4 * deviation + 2.0**-20 * scale).all()
+            assert {*codes[:, index].tolist()} <= {*low, *high}, value
+        deviation = rounded.double().std(0) / math.sqrt(count)
+        assert ((rounded.double().mean(0) - group.double()).abs() <= 4 * deviation + 2.0**-20 * scale).all()
         assert fit(codes.to(dtype), scales.view(-1))
-    assert not found[:, 7].any()
+    assert not rounded[:, 7].any()
 
 
 def test_two_moments_of_an_element_are_rounded_apart():
@@ -165,7 +165,9 @@ def test_two_moments_of_an_element_are_rounded_apart():
     moment = torch.tensor([1.0] + [0.3] * 31).expand(512, GROUP)
     bits = noise(torch.arange(moment.numel(), dtype=torch.int32), torch.tensor(5, dtype=torch.int32)).view(moment.shape)
     kept = torch.empty(512, GROUP, dtype=INT8), torch.empty(512, 1, dtype=BF16)
-    low, high = (write(kept, moment, bits, take_high=each)[0][:, 1:].double().reshape(-1) for each in (False, True))
+    low, high = (
+        write(kept, moment, bits, take_high=takes_high)[0][:, 1:].double().reshape(-1) for takes_high in (False, True)
+    )
     assert low.std() > 0.1 < high.std()
     assert abs(torch.corrcoef(torch.stack([low, high]))[0, 1]) < 4 / math.sqrt(low.numel())
 
@@ -246,14 +248,14 @@ def logistic():
     return (lambda w: points.t() @ (torch.sigmoid(points @ w) - labels)), (lambda w: loss(points @ w, labels))
 
 
-def exact(kind, gradient, rates):
+def exact(rule_name, gradient, rates):
     """Train from zero by the rule in float64."""
     w = first = second = torch.zeros(48).double()
     for step, lr in enumerate(rates, start=1):
         g = gradient(w)
-        if kind == "Lion":
+        if rule_name == "Lion":
             w, first = w - lr * torch.sign(0.9 * first + 0.1 * g), 0.99 * first + 0.01 * g
-        elif kind == "SGD":
+        elif rule_name == "SGD":
             first = 0.9 * first + g
             w = w - lr * first
         else:
@@ -265,19 +267,19 @@ def exact(kind, gradient, rates):
 RUNS = {"AdamW": (0.05, {"weight_decay": 0.0}), "SGD": (1e-3, {"momentum": 0.9}), "Lion": (0.02, {})}
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_training_ends_where_it_ends_with_exact_moments(kind):
+@pytest.mark.parametrize("rule_name", RUNS)
+def test_training_ends_where_it_ends_with_exact_moments(rule_name):
     """On a quadratic and a logistic regression, with a rate that falls to zero, and with it the noise of rounding."""
-    (most, options), problems, steps = RUNS[kind], (quadratic(), logistic()), 200 if kind == "Lion" else 1000
+    (most, options), problems, steps = RUNS[rule_name], (quadratic(), logistic()), 200 if rule_name == "Lion" else 1000
     rates = [most * (1 - step // 20 * 20 / steps) for step in range(steps)]
     weights, zero = [torch.nn.Parameter(torch.zeros(48)) for _ in problems], torch.zeros(48).double()
-    optimizer = getattr(optim, kind)(weights, state_dtype="int8", **options)
+    optimizer = getattr(optim, rule_name)(weights, state_dtype="int8", **options)
     for optimizer.param_groups[0]["lr"] in rates:
         for weight, (gradient, _) in zip(weights, problems, strict=True):
             weight.grad = gradient(weight.detach().double()).float()
         optimizer.step()
     for weight, (gradient, loss) in zip(weights, problems, strict=True):
-        start, wanted, found = map(loss, (zero, exact(kind, gradient, rates), weight.detach().double()))
-        assert found <= 1.02 * wanted + 1e-6 * start < 0.5 * start
+        start, wanted, reached = map(loss, (zero, exact(rule_name, gradient, rates), weight.detach().double()))
+        assert reached <= 1.02 * wanted + 1e-6 * start < 0.5 * start
         state = optimizer.state[weight]
         assert all(fit(state[name], scales) for name in state if (scales := state.get(f"{name}_scale")) is not None)

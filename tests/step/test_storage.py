@@ -68,7 +68,7 @@ def check_float16(w):
 
 #: Remainders at the ends of every range that there is, beside them, and in between.
 REMAINDERS = sorted({s * (1 << k) + d for k in (0, 1, 8, 12, 13, 14, 15) for s in (-1, 1) for d in (-1, 0, 1)} | {0})
-REMAINDERS = [each for each in REMAINDERS if -0x8000 <= each <= 0x7FFF]
+REMAINDERS = [remainder for remainder in REMAINDERS if -0x8000 <= remainder <= 0x7FFF]
 
 
 def test_every_bfloat16_pattern_beside_any_remainder_is_a_sum_of_integers():
@@ -78,9 +78,9 @@ def test_every_bfloat16_pattern_beside_any_remainder_is_a_sum_of_integers():
     own = np.where(exponent_and_digits == 0, low.clip(0, 0x7FFF), low)  # nothing rounds to zero from below it
     own = np.where(exponent_and_digits >= 0x7F80, 0, own)  # an infinity or NaN is the value
     read = decode(torch.from_numpy(high).short().view(BF16), torch.from_numpy(low).short())
-    found, expected = read.view(torch.int32).numpy().astype(np.int64), (high << 16) + own
+    joined, expected = read.view(torch.int32).numpy().astype(np.int64), (high << 16) + own
     is_nan = exponent_and_digits > 0x7F80
-    assert (found == expected)[~is_nan].all()
+    assert (joined == expected)[~is_nan].all()
     assert read.isnan().numpy()[is_nan].all()
 
 
@@ -122,9 +122,9 @@ def test_float16_keeps_its_bound_at_every_pattern_between_them_and_in_every_bina
     """Just below 2^-14 patterns differ by up to 2^13: 6.1008e-05 was read as 6.1020e-05."""
     patterns = torch.arange(0, 0x7C00, dtype=torch.int16).view(torch.float16).float()
     of_interest = torch.cat([patterns, (patterns[1:] + patterns[:-1]) / 2, torch.tensor([6.1008e-05])])
-    near = [of_interest.view(torch.int32).add(step).clamp(min=0).view(torch.float32) for step in range(-3, 4)]
+    neighbours = [of_interest.view(torch.int32).add(step).clamp(min=0).view(torch.float32) for step in range(-3, 4)]
     inside = random_bits(200_000).view(torch.float32).nan_to_num(0).abs()
-    w = torch.cat([*near, inside]).clamp(max=65504)
+    w = torch.cat([*neighbours, inside]).clamp(max=65504)
     check_float16(torch.cat([w, -w]))
 
 
@@ -179,9 +179,9 @@ def test_any_layout_splits_and_joins_anew_or_in_memory_that_is_there(dtype):
         back = decode(torch.nn.Parameter(hi), lo)
         torch.testing.assert_close(back, w, rtol=0, atol=0 if dtype == BF16 else 2.0**-40)
         others = encode(torch.zeros_like(w), dtype)
-        before = [each.data_ptr() for each in others]
+        before = [tensor.data_ptr() for tensor in others]
         encode_into(w, *others)
-        assert [each.data_ptr() for each in others] == before
+        assert [tensor.data_ptr() for tensor in others] == before
         assert all(same.equal(other) for same, other in zip(others, (hi, lo), strict=True)), name
     with torch.device("meta"):  # where there is no value to ask for
         encode_into(torch.zeros(5), torch.zeros(5, dtype=dtype), torch.zeros(5, dtype=torch.int16))

@@ -43,7 +43,7 @@ def problem(count=2048):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(count, generator=generator) * 0.1
     spread = [torch.randn(count, generator=generator).exp() * 1e-2 for _ in range(STEPS)]
-    return weight, [torch.randn(count, generator=generator) * each for each in spread]
+    return weight, [torch.randn(count, generator=generator) * factors for factors in spread]
 
 
 def device_tensors(hypers):

@@ -17,9 +17,9 @@ from ..step.executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, PAR
 @pytest.fixture(params=PARAMETERS)
 def device(request, monkeypatch):
     """Where tensors are: each executor in turn carries exchanges out there."""
-    each = prepared(request, monkeypatch)
-    monkeypatch.setattr(choose, "executor_for", lambda device: each.make())
-    return each.device
+    implementation = prepared(request, monkeypatch)
+    monkeypatch.setattr(choose, "executor_for", lambda device: implementation.make())
+    return implementation.device
 
 
 class Case:
@@ -40,13 +40,13 @@ def copies(*groups):
     return [tensor.clone() for group in groups for tensor in group]
 
 
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def assert_same(tensors, expected):
+    for one, other in zip(tensors, expected, strict=True):
         assert one.dtype == other.dtype
         nan = one.isnan()
         assert torch.equal(nan, other.isnan())
-        kind = torch.int32 if one.dtype == FP32 else torch.int16
-        assert torch.equal(one[~nan].view(kind), other[~nan].view(kind))
+        as_bits = torch.int32 if one.dtype == FP32 else torch.int16
+        assert torch.equal(one[~nan].view(as_bits), other[~nan].view(as_bits))
 
 
 def test_widening_is_decoding_and_storing_is_encoding(device):

@@ -40,7 +40,7 @@ def pair(shape=(6, 8), dtype=BF16):
 def plain(value):
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+    return [plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def assert_alike(one, two):
@@ -50,8 +50,8 @@ def assert_alike(one, two):
         torch.testing.assert_close(one, two, rtol=0, atol=0, equal_nan=True)
     elif isinstance(one, list):
         assert len(one) == len(two)
-        for each in zip(one, two, strict=True):
-            assert_alike(*each)
+        for parts in zip(one, two, strict=True):
+            assert_alike(*parts)
     else:
         assert one == two
 
@@ -145,8 +145,8 @@ def test_a_cast_is_the_high_half_and_a_copy_of_its_own(dtype):
 def test_casts_to_other_dtypes_cast_the_value():
     param, weight = pair()
     with torch.no_grad():
-        for each in (param, weight):
-            each.add_(2**-12)
+        for tensor in (param, weight):
+            tensor.add_(2**-12)
     for dtype in (torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64):
         assert_alike(param.to(dtype), weight.to(dtype))
     assert weight.float() is weight
@@ -234,9 +234,9 @@ PROGRAMS = {
     "diagonal": lambda w: w.diagonal().fill_(3), "transpose": lambda w: w.swapdims(0, 1).mul_(2),
     "flat": lambda w: w.view(-1)[3:7].mul_(0), "reshape": lambda w: w.reshape(8, 6).add_(1),
     "reshape that copies": lambda w: w.t().reshape(6, 8).add_(1), "ravel": lambda w: w.ravel().add_(1),
-    "split": lambda w: [each.mul_(i + 1) for i, each in enumerate(w.split(2))],
+    "split": lambda w: [part.mul_(i + 1) for i, part in enumerate(w.split(2))],
     "sections": lambda w: aten.split_with_sizes(w, [2, 4])[1].add_(1), "chunk": lambda w: w.chunk(3, 1),
-    "unbind": lambda w: [each.add_(1) for each in w], "tensor_split": lambda w: w.tensor_split(4),
+    "unbind": lambda w: [row.add_(1) for row in w], "tensor_split": lambda w: w.tensor_split(4),
     "narrow": lambda w: w.narrow(0, 1, 2).fill_(1), "movedim": lambda w: w.movedim(0, 1).zero_(),
     "view_as": lambda w: w.view_as(w).add_(1), "alias": lambda w: aten.alias(w).add_(1),
     "detach": lambda w: w.detach().add_(1), "detach_": lambda w: w.detach_().add_(1),
@@ -313,7 +313,7 @@ def outcome(program, weight, mode):
 def test_a_program_does_to_halves_what_it_does_to_a_plain_parameter(name):
     for mode in (torch.no_grad, torch.inference_mode):
         param, weight = pair()
-        one, two = (outcome(PROGRAMS[name], each, mode) for each in (param, weight))
+        one, two = (outcome(PROGRAMS[name], tensor, mode) for tensor in (param, weight))
         assert_alike(one, two)
         assert_alike(param, weight)
         assert weight.dtype == torch.float32
@@ -322,14 +322,14 @@ def test_a_program_does_to_halves_what_it_does_to_a_plain_parameter(name):
 def test_what_comes_out_is_plain_but_for_views_and_moves():
     """A buffer of a program's that came in FP16 halves would be rounded."""
     weight = pair()[1].detach()
-    for each in (
+    for tensor in (
         torch.zeros_like(weight), torch.empty_like(weight), weight.new_zeros(3), weight.new_empty(2), weight.clone(),
         weight + 0, torch.cat([weight]), weight[torch.tensor([0])],
         copy.deepcopy(weight), weight.flip(0), weight.to(torch.float64), weight.to(BF16),
     ):  # fmt: skip
-        assert type(each) is torch.Tensor
-    for each in (weight.t(), weight[1], weight.data, weight.to("cpu", copy=True), weight.to("meta")):
-        assert type(each) is Halves
+        assert type(tensor) is torch.Tensor
+    for tensor in (weight.t(), weight[1], weight.data, weight.to("cpu", copy=True), weight.to("meta")):
+        assert type(tensor) is Halves
 
 
 def test_a_write_where_elements_share_memory_raises_and_writes_nothing():
@@ -346,9 +346,9 @@ def test_any_shape_is_stored_read_cast_and_written(shape, dtype):
     param, weight = pair(shape, dtype)
     assert_alike(param, weight)
     assert_alike(param.to(dtype), weight.to(dtype))
-    for each in (param, weight):
-        each.data.view(-1).add_(1)
-        each.data.mul_(2)
+    for tensor in (param, weight):
+        tensor.data.view(-1).add_(1)
+        tensor.data.mul_(2)
     assert_alike(param, weight)
 
 
@@ -483,7 +483,7 @@ def test_what_inference_mode_leaves_trains_on():
     for weight in pair():
         with torch.inference_mode():
             out = functional.linear(torch.ones(2, 8), weight)
-            flags = [each.is_inference() for each in (out, weight.view(-1), weight.data, weight + 1, weight[1])]
+            flags = [tensor.is_inference() for tensor in (out, weight.view(-1), weight.data, weight + 1, weight[1])]
             view = weight[1:]
         view.data.mul_(2)
         out = functional.linear(torch.ones(2, 8), weight) + (weight * weight).sum()

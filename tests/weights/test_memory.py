@@ -31,9 +31,9 @@ class Storages(TorchDispatchMode):
             self.know(tensor)
 
     def know(self, tensor):
-        for each in [tensor.hi, tensor.lo, tensor.cell.decoded] if isinstance(tensor, Halves) else [tensor]:
-            if each is not None:
-                storage = each.untyped_storage()
+        for part in [tensor.hi, tensor.lo, tensor.cell.decoded] if isinstance(tensor, Halves) else [tensor]:
+            if part is not None:
+                storage = part.untyped_storage()
                 self.living[storage._cdata] = weakref.ref(storage)
 
     def bytes(self):
@@ -41,9 +41,9 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for each in torch.utils._pytree.tree_leaves((args, kwargs, out)):
-            if isinstance(each, torch.Tensor):
-                self.know(each)
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, torch.Tensor):
+                self.know(leaf)
         self.peak = max(self.peak, self.bytes())
         return out
 
@@ -58,7 +58,7 @@ def test_sixteen_bytes_a_parameter_are_kept_and_four_more_needed_within_a_step(o
         sum(p.square().sum() for p in model.parameters()).backward()
         with Storages(()):  # under a watch all is decoded before a step, as where a kernel cannot be cut
             optimizer.step()
-    state = [v for each in optimizer.state.values() for v in each.values()]
+    state = [v for state_of in optimizer.state.values() for v in state_of.values()]
     kept_now = Storages([*model.parameters(), *(p.grad for p in model.parameters()), *state])
     assert kept_now.bytes() == 16 * size + 4 * len(optimizer.state)  # and the counts of steps
     with kept_now:
@@ -99,15 +99,15 @@ def test_what_is_assigned_lies_in_halves_again_once_nobody_else_has_it():
     other = halved(nn.Linear(8, 8)).weight
     kept = weight.data = torch.randn(8, 8)
     view = torch.view_as_complex(other.detach().view(8, 4, 2))
-    for each in (weight, other):
-        each.to(BF16)
-        assert each.cell.decoded is not None
+    for tensor in (weight, other):
+        tensor.to(BF16)
+        assert tensor.cell.decoded is not None
     kept.mul_(2)
     assert torch.equal(weight.detach().clone(), kept)
     del kept, view
-    for each in (weight, other):
-        each.to(BF16)
-        assert each.cell.decoded is None
+    for tensor in (weight, other):
+        tensor.to(BF16)
+        assert tensor.cell.decoded is None
 
 
 def test_what_a_program_keeps_of_a_weight_is_its_own_while_another_stands_there():
@@ -122,9 +122,9 @@ def test_what_a_program_keeps_of_a_weight_is_its_own_while_another_stands_there(
     assert torch.equal(weight.to(BF16), before.to(BF16))
 
 
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
 @pytest.mark.parametrize("part", [1 << 22, 100], ids=["a part is all", "parameters are cut"])
-def test_a_fused_kernel_updates_a_part_at_a_time_bit_for_bit(monkeypatch, kind, part):
+def test_a_fused_kernel_updates_a_part_at_a_time_bit_for_bit(monkeypatch, name, part):
     """Of parameters with and without halves, laid out otherwise, and with gradients that have gaps."""
     monkeypatch.setattr(parts, "_CPU_PART", part)
     torch.manual_seed(0)
@@ -137,8 +137,8 @@ def test_a_fused_kernel_updates_a_part_at_a_time_bit_for_bit(monkeypatch, kind, 
         chosen = [param for param in params if param.dim() > 1 and param.shape[0] > 1]
         if in_halves:
             store(dict.fromkeys(chosen, BF16), dict.fromkeys(chosen, "weight"))
-        options = {"momentum": 0.9} if kind == "SGD" else {"amsgrad": True}
-        optimizer = getattr(optim, kind)(params, lr=0.0123, weight_decay=0.01, fused=True, **options)
+        options = {"momentum": 0.9} if name == "SGD" else {"amsgrad": True}
+        optimizer = getattr(optim, name)(params, lr=0.0123, weight_decay=0.01, fused=True, **options)
         generator = torch.Generator().manual_seed(1)
         versions = {param: param._version for param in params}
         for number in range(8):

@@ -69,7 +69,7 @@ def trained(model, steps=3, optimizer=None, start=0):
 
 
 def assert_same_values(one, two):
-    one, two = (each if isinstance(each, dict) else each.state_dict() for each in (one, two))
+    one, two = (side if isinstance(side, dict) else side.state_dict() for side in (one, two))
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert value.dtype == two[name].dtype, name
@@ -94,9 +94,9 @@ def test_what_lies_where():
     assert model.head.weight is model.table.weight
     assert not model.frozen.weight.requires_grad
     count = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    found = mezzo.weights.halves(model)
-    assert (found.high, found.low, found.count) == (2 * count, 2 * count, count)
-    assert found.plain == 4 * sum(p.numel() for p in model.parameters() if p.ndim < 2)
+    sizes = mezzo.weights.halves(model)
+    assert (sizes.high, sizes.low, sizes.count) == (2 * count, 2 * count, count)
+    assert sizes.plain == 4 * sum(p.numel() for p in model.parameters() if p.ndim < 2)
     handle.remove()
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
     assert_same_values(model, Net())
@@ -109,8 +109,8 @@ def test_what_lies_where():
 @each_dtype
 def test_state_dicts_hold_plain_fp32_values_and_tied_ones_once(dtype):
     plain, model = both(dtype)
-    for each in (plain, model):
-        trained(each)
+    for net in (plain, model):
+        trained(net)
     shown = model.state_dict()
     if dtype == BF16:
         assert_same_values(shown, plain)
@@ -120,8 +120,8 @@ def test_state_dicts_hold_plain_fp32_values_and_tied_ones_once(dtype):
     assert shown._metadata == plain.state_dict()._metadata
     around, given = nn.Sequential(nn.Identity(), model).state_dict(), {}
     model.state_dict(destination=given, prefix="1.")
-    for each in (around, given):
-        assert_same_values({key.removeprefix("1."): value for key, value in each.items()}, model)
+    for state_dict in (around, given):
+        assert_same_values({key.removeprefix("1."): value for key, value in state_dict.items()}, model)
     kept = model.state_dict(keep_vars=True)
     assert kept["body.weight"] is model.body.weight
     assert torch.equal(model.body.state_dict()["weight"], model.body.weight)
@@ -144,14 +144,14 @@ def test_a_saved_state_dict_is_loaded_without_mezzo(keep_vars):
 def test_what_is_written_into_a_state_dict_reaches_the_weights(dtype, optimizer):
     """As a loop that averages, or ``dist.broadcast(value, 0)`` over its values, does."""
     plain, model = both(dtype)
-    optimizers = [optimizer(each.parameters(), lr=0.1) for each in (plain, model)]
+    optimizers = [optimizer(net.parameters(), lr=0.1) for net in (plain, model)]
     for number in range(2):
-        for each, of in zip((plain, model), optimizers, strict=True):
+        for net, of in zip((plain, model), optimizers, strict=True):
             with torch.no_grad():
-                for value in each.state_dict().values():
+                for value in net.state_dict().values():
                     if value.is_floating_point():
                         value.mul_(0.75 + number)
-            trained(each, 1, of, start=number)
+            trained(net, 1, of, start=number)
     if dtype == BF16:
         assert_same_values(model, plain)
     assert mezzo.weights.halves(model).high
@@ -265,7 +265,7 @@ def test_a_state_dict_beyond_fp16_is_refused_before_anything_is_loaded(value, as
     model, _ = prepared(FP16)
     before = model.state_dict()
     for root, prefix in ((model, ""), (nn.Sequential(model), "0.")):
-        given = {prefix + key: each.clone() for key, each in Net(seed=1).state_dict().items()}
+        given = {prefix + key: tensor.clone() for key, tensor in Net(seed=1).state_dict().items()}
         with pytest.raises(NumericsError, match=r"body\.weight") as refused:
             root.load_state_dict(given | {f"{prefix}body.weight": value}, assign=assign)
         assert "fp32_param=" in str(refused.value)
@@ -284,7 +284,7 @@ def test_a_model_that_is_made_on_meta_is_prepared_there_and_filled_later(dtype, 
     if way == "to_empty":
         model.to_empty(device="cpu")
     model.load_state_dict(other.state_dict(), assign=way == "assign")
-    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
     assert in_halves(model[0].weight).hi.dtype == dtype
     if dtype == BF16:
         assert_same_values(model, other)
@@ -305,12 +305,14 @@ COPIES = {
 
 def traces(model):
     """What a plain module has none of."""
-    found = []
+    left = []
     twins = dict(Net().named_modules())
     for name, module in model.named_modules():
-        found += [f"{name}.{each}" for each in vars(module).keys() - vars(twins[name]).keys()]
-        found += [f"{name}.{each}" for each, value in vars(module).items() if each.endswith("hooks") and value]
-    return found
+        left += [f"{name}.{attribute}" for attribute in vars(module).keys() - vars(twins[name]).keys()]
+        left += [
+            f"{name}.{attribute}" for attribute, value in vars(module).items() if attribute.endswith("hooks") and value
+        ]
+    return left
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -329,8 +331,8 @@ def test_a_copy_is_a_plain_model_which_trains_in_plain_torch(name, in_session):
     assert [p.requires_grad for p in made.parameters()] == [p.requires_grad for p in Net().parameters()]
     assert {type(param) for param in made.parameters()} == {nn.Parameter}
     twin = Net()
-    for each in (made, twin):
-        trained(each)
+    for net in (made, twin):
+        trained(net)
     assert_same_values(made, twin)
     assert_same_values(model, Net())
     assert isinstance(model.body.weight, Halves)
@@ -417,7 +419,7 @@ def test_channels_last_is_the_order_of_both_halves():
         out = model(torch.ones(2, 4, 6, 6))
         out.square().mean().backward()
         optimizer.step()
-        runs.append((model, [each.stride() for each in (out, *model.parameters())]))
+        runs.append((model, [tensor.stride() for tensor in (out, *model.parameters())]))
     assert runs[0][1] == runs[1][1]
     assert runs[1][0][0].weight.hi.stride() == runs[1][0][0].weight.stride()
     for one, two in zip(runs[0][0].parameters(), runs[1][0].parameters(), strict=True):
@@ -478,9 +480,9 @@ def test_what_is_given_as_data_stays_what_it_is():
         weight = model.body.weight
         part, given = weight.data[1:], [torch.ones(3), nn.Parameter(torch.ones(2, 6)), torch.ones(6, 6)]
         part.data, weight.data, model.conv.weight.data = given
-        for each in given:
-            each.data.add_(1)
-        assert [type(each) for each in given] == [torch.Tensor, nn.Parameter, torch.Tensor]
+        for tensor in given:
+            tensor.data.add_(1)
+        assert [type(tensor) for tensor in given] == [torch.Tensor, nn.Parameter, torch.Tensor]
         seen.append([*given, part, weight, model.conv.weight])
     for one, two in zip(*seen, strict=True):
         assert torch.equal(one, two)
@@ -608,7 +610,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda function: function.__name__)
 def test_what_a_program_does_to_a_model_is_done_and_trains(change):
     runs = []
     for model in both():
@@ -642,8 +644,8 @@ def test_embeddings_gather_rows_and_give_their_gradients(options):
         model[0].weight.data = on_grid((20, 4))
         if is_prepared:
             mezzo.prepare(model, POLICIES[BF16])
-        kind = torch.optim.SparseAdam if options.get("sparse") else torch.optim.Adam
-        optimizer = kind(model.parameters(), lr=0.05)
+        optimizer_class = torch.optim.SparseAdam if options.get("sparse") else torch.optim.Adam
+        optimizer = optimizer_class(model.parameters(), lr=0.05)
         for number in range(3):
             optimizer.zero_grad()
             out = model(torch.tensor([[number, 3], [3, number + 5]]))
@@ -654,12 +656,12 @@ def test_embeddings_gather_rows_and_give_their_gradients(options):
     torch.testing.assert_close(*seen, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda each: each.__name__)
-def test_recurrent_layers_have_no_common_memory_and_compute_the_same(kind):
+@pytest.mark.parametrize("layer_class", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda layer: layer.__name__)
+def test_recurrent_layers_have_no_common_memory_and_compute_the_same(layer_class):
     seen = []
     for is_prepared in (False, True):
         torch.manual_seed(0)
-        model = nn.Sequential(kind(4, 6, 2, batch_first=True, bidirectional=True))
+        model = nn.Sequential(layer_class(4, 6, 2, batch_first=True, bidirectional=True))
         if is_prepared:
             mezzo.prepare(model, POLICIES[BF16])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -701,10 +703,10 @@ def test_a_model_and_its_weights_are_freed():
     trained(model)
     with torch.autocast("cpu", dtype=BF16):
         model(tokens()).backward()
-    left = [weakref.ref(each) for each in (model, model.body.weight, model.body.weight.hi)]
+    left = [weakref.ref(tensor) for tensor in (model, model.body.weight, model.body.weight.hi)]
     del model, _
     gc.collect()
-    assert [each() for each in left] == [None] * 3
+    assert [reference() for reference in left] == [None] * 3
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # which safetensors uses

@@ -38,8 +38,8 @@ class Net(nn.Module):
 
     def forward(self, number):
         loss = torch.zeros(())
-        for place, param in enumerate(self.parameters()):
-            aim = torch.arange(param.numel()).reshape(param.shape).mul(0.37 + number + place).sin()
+        for index, param in enumerate(self.parameters()):
+            aim = torch.arange(param.numel()).reshape(param.shape).mul(0.37 + number + index).sin()
             loss = loss + (param - aim).square().sum() * 0.5
         return loss
 
@@ -61,7 +61,7 @@ class Twins:
 
     def __init__(self, make, dtype=BF16, *, stays=True):
         self.models, self.dtype, self.stays = (Net(), halved(Net(), dtype)), dtype, stays
-        self.optimizers = tuple(make(each) for each in self.models)
+        self.optimizers = tuple(make(model) for model in self.models)
         self.places = [(p.hi.data_ptr(), p.lo.data_ptr()) for p in self.models[1].parameters() if isinstance(p, Halves)]
 
     def step(self, number, do=None):
@@ -87,7 +87,7 @@ class Twins:
                 assert in_halves(two) is not None, name
         places = [(p.hi.data_ptr(), p.lo.data_ptr()) for p in stored.parameters() if isinstance(p, Halves)]
         assert places == self.places
-        assert_same_states(*(each.state_dict()["state"] for each in self.optimizers))
+        assert_same_states(*(optimizer.state_dict()["state"] for optimizer in self.optimizers))
 
 
 def ordinary(model, optimizer, number):
@@ -134,10 +134,10 @@ def _variants():
         "SGD": (optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     }  # fmt: skip
     made = {}
-    for name, (kind, options) in named.items():
-        made[name] = kind, options | {"foreach": False}
-        made[f"{name}, foreach"] = kind, options | {"foreach": True}
-        made[f"{name}, as it comes"] = kind, options
+    for name, (optimizer_class, options) in named.items():
+        made[name] = optimizer_class, options | {"foreach": False}
+        made[f"{name}, foreach"] = optimizer_class, options | {"foreach": True}
+        made[f"{name}, as it comes"] = optimizer_class, options
     for name in ("Adagrad", "Adam", "AdamW", "SGD"):
         made[f"{name}, fused"] = named[name][0], named[name][1] | {"fused": True}
     return made | {
@@ -162,14 +162,18 @@ OPTIMIZERS = _variants()
 
 
 def test_no_class_of_torch_is_left_out():
-    kinds = {kind for kind, _ in OPTIMIZERS.values()}
+    kinds = {optimizer_class for optimizer_class, _ in OPTIMIZERS.values()}
     elsewhere = {optim.LBFGS, optim.SparseAdam, optim.Optimizer}  # below, and in test_models.py
-    assert {kind for kind in vars(optim).values() if isinstance(kind, type)} <= kinds | elsewhere
+    assert {
+        optimizer_class for optimizer_class in vars(optim).values() if isinstance(optimizer_class, type)
+    } <= kinds | elsewhere
 
 
 def making(name):
-    kind, options = OPTIMIZERS[name]
-    return lambda model: kind([p for p in model.parameters() if kind is not optim.Muon or p.ndim == 2], **options)
+    optimizer_class, options = OPTIMIZERS[name]
+    return lambda model: optimizer_class(
+        [p for p in model.parameters() if optimizer_class is not optim.Muon or p.ndim == 2], **options
+    )
 
 
 WAYS = list(product(LOW, [ordinary, with_closure]))
@@ -182,7 +186,7 @@ WAYS = list(product(LOW, [ordinary, with_closure]))
         for number, name in enumerate(OPTIMIZERS)
         for turn in ((0, 1) if "fused" in name or "mezzo" in name else (0,))
     ],
-    ids=lambda each: getattr(each, "__name__", str(each)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_weights_and_state_are_those_of_plain_parameters(name, dtype, do):
     if do is with_closure and name.startswith("Muon"):
@@ -235,13 +239,13 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, goes_on):
     for number in range(3):
         twins.step(number)
     parts = twins.models[1], twins.optimizers[1]
-    states = through_a_file([each.state_dict() for each in parts])
+    states = through_a_file([part.state_dict() for part in parts])
     model = halved(Net()) if goes_on == "in halves" else Net()
     with torch.no_grad():
         model.first.mul_(3)
     optimizer = making(name)(model)
-    for each, state in zip((model, optimizer), states, strict=True):
-        each.load_state_dict(state)
+    for part, state in zip((model, optimizer), states, strict=True):
+        part.load_state_dict(state)
     for number in range(3, 6):
         twins.step(number)
         ordinary(model, optimizer, number)
@@ -411,22 +415,22 @@ class Breaks(optim.AdamW):
 @pytest.mark.parametrize("after", ["AdamW", "AdamW, fused", "mezzo.AdamW"])
 def test_after_a_step_that_raises_values_are_right_and_train_on(after):
     models = Net(), halved(Net())
-    broken = [Breaks(each.parameters()) for each in models]
-    others = [making(after)(each) for each in models]
+    broken = [Breaks(net.parameters()) for net in models]
+    others = [making(after)(net) for net in models]
     seen = []
     for model, optimizer, other in zip(models, broken, others, strict=True):
         model(0).backward()
         with pytest.raises(KeyError):
             optimizer.step()
-        found = [model.state_dict()]
+        states = [model.state_dict()]
         with torch.no_grad():
             model.third.mul_(1.5)
             model.first.t()[2:].add_(0.1)
-        found += [model.state_dict(), copy.deepcopy(model).state_dict()]
-        for each in (other, other, optim.SGD(model.parameters(), lr=0.1)):
-            ordinary(model, each, 1)
-            found.append(model.state_dict())
-        seen.append(found)
+        states += [model.state_dict(), copy.deepcopy(model).state_dict()]
+        for stepping in (other, other, optim.SGD(model.parameters(), lr=0.1)):
+            ordinary(model, stepping, 1)
+            states.append(model.state_dict())
+        seen.append(states)
     for one, two in zip(*seen, strict=True):
         for name, value in one.items():
             assert torch.equal(value, two[name]), name
@@ -438,11 +442,11 @@ def test_after_a_step_that_raises_values_are_right_and_train_on(after):
 class Program:
     """A loop with an optimizer, in which a program does something of its own after each step."""
 
-    kind = optim.AdamW
+    optimizer_class = optim.AdamW
 
     def __init__(self, model):
         self.model = model
-        self.optimizer = self.kind(model.parameters(), lr=0.01)
+        self.optimizer = self.optimizer_class(model.parameters(), lr=0.01)
         self.numbers = count()
         self.start()
 
@@ -632,13 +636,13 @@ class StepsInBackward(Program):
 
 
 class Differentiates(Program):
-    kind = optim.Adagrad
+    optimizer_class = optim.Adagrad
 
     def step(self):
         penalty = self.model(next(self.numbers))
         trained = [p for p in self.model.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(penalty, trained, create_graph=True)
-        loss = penalty + sum(each.square().sum() for each in gradients)
+        loss = penalty + sum(gradient.square().sum() for gradient in gradients)
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -650,11 +654,13 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [None, optim.SGD, mezzo.optim.AdamW], ids=lambda each: each and each.__module__)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
-def test_programs(program, kind):
-    if kind is not None:
-        program = type(program.__name__, (program,), {"kind": kind})
+@pytest.mark.parametrize(
+    "optimizer_class", [None, optim.SGD, mezzo.optim.AdamW], ids=lambda value: value and value.__module__
+)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda value: value.__name__)
+def test_programs(program, optimizer_class):
+    if optimizer_class is not None:
+        program = type(program.__name__, (program,), {"optimizer_class": optimizer_class})
     one, two = program(Net()), program(halved(Net()))
     for _ in range(6):
         one.step()

@@ -65,17 +65,17 @@ def trained(program, policy, style, dtype, make=torch.optim.SGD):
     begin = mezzo.attach if style == "attach" else mezzo.MixedPrecision
     with closing(begin(model, optimizer, policy)) as amp:
         if style == "attach":
-            found = loss_of()
+            results = loss_of()
         else:
             with amp.autocast():
-                found = loss_of()
-        loss, *others = found if isinstance(found, tuple) else (found,)
+                results = loss_of()
+        loss, *others = results if isinstance(results, tuple) else (results,)
         loss.backward() if style == "attach" else amp.backward(loss)
-        found = {"loss": loss.detach()} | {f"{number}": other.detach() for number, other in enumerate(others, 1)}
+        results = {"loss": loss.detach()} | {f"{number}": other.detach() for number, other in enumerate(others, 1)}
         grads = {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
-        found |= {f"{name}.grad": grad.to(model.get_parameter(name).dtype, copy=True) for name, grad in grads.items()}
+        results |= {f"{name}.grad": grad.to(model.get_parameter(name).dtype, copy=True) for name, grad in grads.items()}
         optimizer.step() if style == "attach" else amp.step()
-        return found, {name: tensor.detach().clone() for name, tensor in tensors_of(model)}
+        return results, {name: tensor.detach().clone() for name, tensor in tensors_of(model)}
 
 
 def tensors_of(model):
@@ -93,8 +93,8 @@ def differing(one, two, dtype=BF16):
     for name, mine in one.items():
         theirs = two[name]
         if dtype == FP16 and mine.dtype == torch.float32:
-            near = (mine.abs() < 2.0**-16) & ((mine.double() - theirs.double()).abs() <= 2.0**-40)
-            mine = mine.where(~near, theirs)
+            is_small = (mine.abs() < 2.0**-16) & ((mine.double() - theirs.double()).abs() <= 2.0**-40)
+            mine = mine.where(~is_small, theirs)
         if not torch.equal(bits(mine), bits(theirs)):
             names.append(name)
     return names
@@ -103,12 +103,12 @@ def differing(one, two, dtype=BF16):
 @pytest.mark.parametrize("program, arithmetic, style", [*cases()])
 def test_o2_trains_what_o1_trains(program, arithmetic, style):
     dtype = dtype_of(arithmetic)
-    (found, kept), (wanted, whole) = (
+    (results, kept), (wanted, whole) = (
         trained(program, f"{level},{ARITHMETICS[arithmetic]}", style, dtype) for level in ("O2", "O1")
     )
     assert all(value.isfinite().all() for value in wanted.values())
     assert any(value.count_nonzero() for name, value in wanted.items() if name.endswith(".grad"))
-    assert differing(found, wanted) == []
+    assert differing(results, wanted) == []
     assert differing(kept, whole, dtype) == []
 
 
@@ -116,16 +116,16 @@ def test_o2_trains_what_o1_trains(program, arithmetic, style):
 NOT_OURS = {"complex_parameters", "gradients_that_are_sparse"}
 
 
-@pytest.mark.parametrize("program", [each for each in ZOO if each not in NOT_OURS and "compiled" not in each])
+@pytest.mark.parametrize("program", [name for name in ZOO if name not in NOT_OURS and "compiled" not in name])
 @pytest.mark.parametrize("arithmetic", ["bf16 emulated", "fp16 emulated"])
 def test_so_does_it_with_an_optimizer_of_mezzo_s_and_gradients_of_16_bits(program, arithmetic):
     """Of weights that a product alone has read, once: FP32 would hold the same numbers."""
     dtype = dtype_of(arithmetic)
-    (found, kept), (wanted, whole) = (
+    (results, kept), (wanted, whole) = (
         trained(program, f"{level},{ARITHMETICS[arithmetic]}", "five lines", dtype, mezzo.optim.SGD)
         for level in ("O2", "O1")
     )
-    assert differing(found, wanted) == []
+    assert differing(results, wanted) == []
     assert differing(kept, whole, dtype) == []
 
 
@@ -156,7 +156,7 @@ def copies_of_weights(level):
     with closing(mezzo.MixedPrecision(model, optimizer, f"{level},dtype=bfloat16,emulate=false")) as amp:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen, amp.autocast():
             loss_of()
-        num_copies = sum(each.name == "aten::copy_" and each.input_shapes[0] in shapes for each in seen.events())
+        num_copies = sum(event.name == "aten::copy_" and event.input_shapes[0] in shapes for event in seen.events())
         del seen  # it refers to the weights, which could not be stored plainly again
         return num_copies
 

@@ -65,7 +65,7 @@ def _assert_equal(one, other):
 def test_each_of_pytorch_optimizer_steps_as_over_plain_parameters(name):
     """What cannot train plain parameters here either, or wants a loop of its own, says so for both."""
     options = OPTIONS.get(name, {})
-    creates_graph = any(name.startswith(each) for each in SECOND_ORDER)
+    creates_graph = any(name.startswith(prefix) for prefix in SECOND_ORDER)
 
     def optimizer_of(model):
         return pytorch_optimizer.load_optimizer(name)(list(model.parameters()), **options)
@@ -84,13 +84,13 @@ def test_most_of_pytorch_optimizer_is_compared():
     assert len(pytorch_optimizer.get_supported_optimizers()) > 100
 
 
-@pytest.mark.parametrize("kind", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
-def test_schedule_free_goes_to_its_average_and_back(kind):
+@pytest.mark.parametrize("name", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree"])
+def test_schedule_free_goes_to_its_average_and_back(name):
     """Each ``eval()`` moves the weights to the average, and ``train()`` back: roundings would add up."""
     ends = []
     for in_halves in (False, True):
         model = _model(in_halves=in_halves)
-        optimizer = getattr(schedulefree, kind)(model.parameters(), lr=0.01)
+        optimizer = getattr(schedulefree, name)(model.parameters(), lr=0.01)
         optimizer.train()
         torch.manual_seed(1)
         for _ in range(STEPS):
@@ -156,15 +156,15 @@ class _ByHand:
         return self.average
 
 
-@pytest.mark.parametrize("kind", [_TorchEma, _EmaPytorch, _Swa, _ByHand])
-def test_averages_are_those_of_plain_parameters(kind):
+@pytest.mark.parametrize("average", [_TorchEma, _EmaPytorch, _Swa, _ByHand])
+def test_averages_are_those_of_plain_parameters(average):
     """Of weights that move by less than half a spacing of BF16 a step."""
     ends = []
     for in_halves in (False, True):
         made = []
 
         def optimizer_of(model, made=made):
-            made.append(kind(model))
+            made.append(average(model))
             return torch.optim.SGD(model.parameters(), lr=1e-3)
 
         with warnings.catch_warnings():

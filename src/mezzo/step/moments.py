@@ -77,7 +77,7 @@ def coded(moments: Tensor, dtype: torch.dtype, bits: Tensor | int = NEAREST) -> 
     curve = (sizes.view(torch.float32) * gain + start).view(torch.int32)
     codes = (curve + (bits & (1 << _CUT) - 1) - _pattern(start)) >> _CUT
     if dtype == torch.uint8:
-        return torch.maximum(codes, (sizes > 0).to(torch.int32)), scale
+        return torch.maximum(codes, sizes.clamp_max(1)), scale
     sign = pattern >> 31
     return (codes ^ sign) - sign, scale
 

@@ -172,7 +172,7 @@ def joined(high: Tensor, remainder: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype == torch.bfloat16:
         # No pattern is below that of zero: a negative remainder beside a zero is that of the value which the weight had
         # before it was set to zero, and the sum of patterns would be a NaN.
-        bounded = torch.where(high.abs() > 0.0, remainder, remainder.clamp(0, 0x7FFF))
+        bounded = torch.where(high.abs() > 0.0, remainder, remainder.clamp_min(0))
         # An infinity or NaN is the value, whatever the remainder is.
         bounded = torch.where(high.abs() <= _LARGEST[dtype], bounded, 0)
         return (high.view(torch.int32) + bounded).view(torch.float32)

@@ -5,7 +5,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 torch.manual_seed(0)
-x, y = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
+x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 x = (x / 16).float().reshape(-1, 1, 8, 8)
 backbone = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten())
 head = nn.Linear(8 * 16, 10)

@@ -19,7 +19,7 @@ class Net(nn.Module):
 
 def main():
     torch.manual_seed(0)
-    x, y = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
+    x, y = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
     x = (x / 16).float()
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

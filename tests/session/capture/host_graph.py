@@ -82,7 +82,7 @@ class Tape(TorchDispatchMode):
         results = new_tensors(kernel, out)
         self.own.update(storage.data_ptr() for storage in storages(results))
         if results or kernel._schema.is_mutable:
-            self.kernels.append((kernel, *(tree_map(memory, each) for each in (args, kwargs, results))))
+            self.kernels.append((kernel, *(tree_map(memory, values) for values in (args, kwargs, results))))
         return out
 
     def undo(self):
@@ -103,7 +103,7 @@ def storages(values):
 def new_tensors(kernel, out):
     """What a kernel returned and made itself: neither a view of an argument nor an argument."""
     outs = out if len(kernel._schema.returns) > 1 else (out,)
-    made = [value for value, kind in zip(outs, kernel._schema.returns, strict=False) if kind.alias_info is None]
+    made = [value for value, result in zip(outs, kernel._schema.returns, strict=False) if result.alias_info is None]
     return [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
 
 

@@ -75,8 +75,8 @@ def detached(output):
 
 def run(loop, call, data, between=lambda loop, number: None):
     history = []
-    for number, each in enumerate(data):
-        history.append(copy.deepcopy(detached(call(*each))))
+    for number, args in enumerate(data):
+        history.append(copy.deepcopy(detached(call(*args))))
         between(loop, number)
     return history, loop.state(), loop.amp.stats()
 

@@ -123,7 +123,7 @@ class Opened(Loop):
         return loss
 
 
-KINDS = {
+LOOPS = {
     "micro-batches": MicroBatches,
     "a penalty": Penalty,
     "two steps": TwoSteps,
@@ -142,11 +142,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_train_step_does_is_captured(kind):
+@pytest.mark.parametrize("name", LOOPS)
+def test_whatever_a_train_step_does_is_captured(name):
     data = batches(range(11), bad=(3, 4, 7))
     data[9] = (data[9][0] * float("inf"), *data[9][1:])  # the loss itself is not finite
-    eager, captured, loop = both(KINDS[kind], data)
+    eager, captured, loop = both(LOOPS[name], data)
     assert bits(eager) == bits(captured)
     assert captured[2].skipped >= 3
     assert loop.graph.replays == 8

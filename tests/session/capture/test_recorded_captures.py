@@ -18,8 +18,10 @@ def recorded(loop, call, every=3, **options):
     return recorder.evidence
 
 
-def held(evidence, kind, step):
-    return {tensor.path: (tensor.dtype, tensor.histogram.numbers) for tensor in evidence.tensors(kind, step=step)}
+def numbers(evidence, tensor_kind, step):
+    return {
+        tensor.path: (tensor.dtype, tensor.histogram.numbers) for tensor in evidence.tensors(tensor_kind, step=step)
+    }
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=float16,emulate=true", "O1,dtype=bfloat16,emulate=true"])
@@ -27,18 +29,18 @@ def held(evidence, kind, step):
 def test_replays_are_recorded_as_the_same_steps_without_a_graph(policy, make):
     plain, loop = (Loop(policy, OPTIMIZERS[make]) for _ in range(2))
     captured = loop.captured()
-    expected, found = recorded(plain, plain.train_step), recorded(loop, captured)
+    expected, evidence = recorded(plain, plain.train_step), recorded(loop, captured)
     assert loop.graph.replays == STEPS - 3
     assert bits(loop.state()) == bits(plain.state())  # recording changes nothing
-    assert [(s.step, s.skipped, s.loss_scales) for s in found.steps] == [
+    assert [(s.step, s.skipped, s.loss_scales) for s in evidence.steps] == [
         (s.step, s.skipped, s.loss_scales) for s in expected.steps
     ]
-    assert [step.step for step in found.steps] == [1, 4, 7, 10]
-    for kind in KINDS:
+    assert [step.step for step in evidence.steps] == [1, 4, 7, 10]
+    for tensor_kind in KINDS:
         for step in (1, 4, 7, 10):
-            if (kind, step) != ("updates", 7):  # which is skipped
-                assert held(found, kind, step) == held(expected, kind, step), (kind, step)
-    assert found.swallowed(step=10).swallowed == expected.swallowed(step=10).swallowed
+            if (tensor_kind, step) != ("updates", 7):  # which is skipped
+                assert numbers(evidence, tensor_kind, step) == numbers(expected, tensor_kind, step), (tensor_kind, step)
+    assert evidence.swallowed(step=10).swallowed == expected.swallowed(step=10).swallowed
 
 
 def test_a_step_that_is_not_recorded_counts_nothing_and_late_recorders_are_refused():
@@ -56,6 +58,6 @@ def test_a_step_that_is_not_recorded_counts_nothing_and_late_recorders_are_refus
 def test_weights_alone():
     plain, loop = Loop(), Loop()
     expected = recorded(plain, plain.train_step, kinds=("weights", "weight gradients"))
-    found = recorded(loop, loop.captured(), kinds=("weights", "weight gradients"))
-    for kind in ("weights", "weight_gradients"):
-        assert held(found, kind, 10) == held(expected, kind, 10)
+    evidence = recorded(loop, loop.captured(), kinds=("weights", "weight gradients"))
+    for tensor_kind in ("weights", "weight_gradients"):
+        assert numbers(evidence, tensor_kind, 10) == numbers(expected, tensor_kind, 10)

@@ -198,7 +198,7 @@ def tensors_of(bucket):
 def values_of(bucket):
     """Return the FP32 values that a bucket stands for."""
     parts = map(bucket.storage.parts, bucket.weights, bucket.extras)
-    return [bucket.storage.read(each) for each in parts]
+    return [bucket.storage.read(part) for part in parts]
 
 
 def moments_of(bucket, at):
@@ -235,7 +235,7 @@ def advance(steps, found_inf):
         step.copy_(new)
 
 
-def take(executor, bucket, update, gradients, *, inverse=1 / 1024, max_norm=None):
+def whole_step(executor, bucket, update, gradients, *, inverse=1 / 1024, max_norm=None):
     """Take one whole step, as a session would; whatever happens, gradients are never written."""
     before = clones(gradients)
     verdict = judge(executor.norms(gradients), torch.tensor(inverse, device=bucket.step.device), max_norm=max_norm)
@@ -272,15 +272,15 @@ def pure_step(bucket, gradients, verdict):
         given = [gradient, *targets]
         if scales:
             given = [
-                each.view(-1, 1) if place in scales else in_order(each, targets[first])
-                for place, each in enumerate(given, start=-1)
+                operand.view(-1, 1) if position in scales else in_order(operand, targets[first])
+                for position, operand in enumerate(given, start=-1)
             ]
         order = torch.arange(given[0].numel(), dtype=torch.int32, device=gradient.device).view(given[0].shape)
         with Ieee():
             numbers = scalars, verdict.multiplier, seeds[index], order
             values = updated(bucket.rule, bucket.storage, given[0], given[1:], *numbers)
-        for place, (target, value) in enumerate(zip(targets, values, strict=True)):
-            if scales and place not in scales:
+        for position, (target, value) in enumerate(zip(targets, values, strict=True)):
+            if scales and position not in scales:
                 dims = sorted(range(target.dim()), key=targets[first].stride, reverse=True)
                 target.permute(dims).copy_(value.view(-1)[: target.numel()].view(target.permute(dims).shape))
             else:
@@ -299,8 +299,8 @@ def assert_same(mine, theirs, is_exact):
             assert torch.equal(one[keep].isnan(), other[keep].isnan())  # of codes all of a group is NaN
             here = keep & ~other.isnan()
             if is_exact:
-                each = (len(pairs) - parts) // len(mine.rule.states)
-                first, *scales = pairs[parts + each * number : parts + each * (number + 1)]
+                parts_of_state = (len(pairs) - parts) // len(mine.rule.states)
+                first, *scales = pairs[parts + parts_of_state * number : parts + parts_of_state * (number + 1)]
                 assert same_bits(*([tensor[here]] for tensor in first))
                 assert all(same_bits(*([tensor.nan_to_num(7.0)] for tensor in pair)) for pair in scales)
             most = {FP32: 2.0**-20, BF16: 2.0**-7}.get(mine.states[at][0].dtype, 2.0**-6)

@@ -21,11 +21,11 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def choose_anew():
     caches = (choose._working, choose.has_triton, cpp.built)
-    for each in caches:
-        each.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
     yield
-    for each in caches:
-        each.cache_clear()
+    for cached in caches:
+        cached.cache_clear()
 
 
 def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monkeypatch, caplog):
@@ -46,15 +46,17 @@ def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monke
     assert (bucket.weights[0] == 0.5).all()
 
 
-@pytest.mark.parametrize("built, found, triton_s", [("13.0", True, True), ("13.0", False, False), (None, True, False)])
-def test_each_device_takes_its_own_executor_and_keeps_it(monkeypatch, built, found, triton_s):
+@pytest.mark.parametrize(
+    "built, has_triton, triton_s", [("13.0", True, True), ("13.0", False, False), (None, True, False)]
+)
+def test_each_device_takes_its_own_executor_and_keeps_it(monkeypatch, built, has_triton, triton_s):
     monkeypatch.setattr(torch.version, "cuda", built)
-    monkeypatch.setattr(launched.importlib.util, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(launched.importlib.util, "find_spec", lambda name: has_triton or None)
     monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
     monkeypatch.setattr(triton.Triton, "require", lambda self, device: None)
     kinds = {"cuda": triton.Triton if triton_s else Portable, "cpu": Cpp, "xpu": Portable}
-    for device, kind in kinds.items():
-        assert type(executor_for(torch.device(device))) is kind
+    for device, executor_class in kinds.items():
+        assert type(executor_for(torch.device(device))) is executor_class
         assert executor_for(torch.device(device)) is executor_for(torch.device(device))
 
 

@@ -59,7 +59,7 @@ class Facts:
         loads = re.findall(
             r"\bLDG\.E(?:\.[A-Z_]+)*?(?:\.(64|128|U8|U16|S8|S16))?\b", output_of(TOOLS / "nvdisasm", self.file)
         )
-        return Counter(int(re.sub(r"\D", "", each) or 32) for each in loads)
+        return Counter(int(re.sub(r"\D", "", load) or 32) for load in loads)
 
 
 def output_of(*command):
@@ -67,7 +67,7 @@ def output_of(*command):
 
 
 def facts(kernel, arguments, capability, folder, options=tables._OPTIONS, **constants):
-    compiler, backends = (importlib.import_module(f"triton.{each}") for each in ("compiler", "backends.compiler"))
+    compiler, backends = (importlib.import_module(f"triton.{module}") for module in ("compiler", "backends.compiler"))
     signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
     source = compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     target = backends.GPUTarget("cuda", capability, 32)
@@ -107,20 +107,20 @@ def assert_update_fits(native, name, capability):
     rule_name, storage, dtypes, most = UPDATES[name]
     chosen = rule(rule_name)
     kernel = jitted(source_of.update_source(chosen, storage, dtypes), update_name(chosen, storage))
-    found = native(kernel, UPDATED, capability, options=tables.options_of(dtypes), BLOCK=tables.BLOCK)
-    assert found.registers <= most
+    compiled = native(kernel, UPDATED, capability, options=tables.options_of(dtypes), BLOCK=tables.BLOCK)
+    assert compiled.registers <= most
     # The largest of a group goes through memory that warps share.
     first, is_coded = 1 + storage.num_parts, INT8 in dtypes
-    assert found.stack == 0
-    assert found.shared <= 1024 * is_coded
+    assert compiled.stack == 0
+    assert compiled.shared <= 1024 * is_coded
     # The fast path: a load of 128 bits of each of the widest tensors, and one of 64 bits of those half as wide.
     of_elements = dtypes[:first] + dtypes[first :: 1 + is_coded]
-    wide = sum(dtype.itemsize == max(each.itemsize for each in dtypes) for dtype in of_elements)
-    assert found.loads.get(128, 0) == wide
-    assert found.loads.get(64, 0) >= len(of_elements) - wide
+    wide = sum(dtype.itemsize == max(other.itemsize for other in dtypes) for dtype in of_elements)
+    assert compiled.loads.get(128, 0) == wide
+    assert compiled.loads.get(64, 0) >= len(of_elements) - wide
     # Rounded as IEEE says, and subnormal numbers kept: what rounds at random takes their bits.
-    assert not any(each in found.ptx for each in ("fma.", "mad.f", "approx", ".ftz", "div.full"))
-    assert rule_name != "adamw" or ("div.rn.f32" in found.ptx and "sqrt.rn.f32" in found.ptx)
+    assert not any(instruction in compiled.ptx for instruction in ("fma.", "mad.f", "approx", ".ftz", "div.full"))
+    assert rule_name != "adamw" or ("div.rn.f32" in compiled.ptx and "sqrt.rn.f32" in compiled.ptx)
 
 
 @pytest.mark.parametrize("name, capability", MOST_USED)
@@ -128,23 +128,25 @@ def test_an_update_leaves_room_for_many_threads_and_moves_vectors(native, name, 
     assert_update_fits(native, name, capability)
 
 
-def under_way(found, elements, dtypes):
+def under_way(compiled, elements, dtypes):
     """Bytes that a multiprocessor's threads ask for at once, as many as its 65,536 registers hold, in eights."""
     warps = tables.BLOCK // (32 * elements)
-    programs = min(65_536 // (-(-found.registers // 8) * 8 * 32 * warps), 64 // warps)
+    programs = min(65_536 // (-(-compiled.registers // 8) * 8 * 32 * warps), 64 // warps)
     return programs * tables.BLOCK * sum(dtype.itemsize for dtype in dtypes)
 
 
 def test_eight_elements_of_two_bytes_a_thread_are_more_bytes_under_way_than_four(native, monkeypatch):
     rule_name, storage, dtypes, _ = UPDATES["adamw split bf16, moments"]
-    chosen, found = rule(rule_name), {}
+    chosen, bytes_under_way = rule(rule_name), {}
     assert source_of.elements_of_a_thread(dtypes) == 8
     for elements in (4, 8):
         monkeypatch.setattr(source_of, "elements_of_a_thread", lambda _, elements=elements: elements)
         text, options = source_of.update_source.__wrapped__(chosen, storage, dtypes), tables.options_of(dtypes)
         kernel = jitted(text, update_name(chosen, storage))
-        found[elements] = under_way(native(kernel, UPDATED, 90, options=options, BLOCK=tables.BLOCK), elements, dtypes)
-    assert found[8] > found[4]
+        bytes_under_way[elements] = under_way(
+            native(kernel, UPDATED, 90, options=options, BLOCK=tables.BLOCK), elements, dtypes
+        )
+    assert bytes_under_way[8] > bytes_under_way[4]
 
 
 @pytest.mark.slow
@@ -159,11 +161,11 @@ def test_pass_1_leaves_room_for_many_threads_and_moves_vectors(native, dtype, ca
     squares = jitted(source_of.norm_source(), "squares")
     arguments = {"addresses": "*i64", "lengths": "*i64", "chunks": "*i32", "partials": "*fp32"}
     constants = {"TYPE": source_of.element_type(dtype), "BITS": dtype == BF16}
-    found = native(squares, arguments, capability, CHUNK=tables.CHUNK, BLOCK=tables.NORM_BLOCK, **constants)
-    assert found.registers <= (since(FP32_NORM_REGISTERS, triton.__version__) if dtype == FP32 else 48)
-    assert found.stack == 0
-    assert found.shared <= 1024
-    assert found.loads[128] >= 1
+    compiled = native(squares, arguments, capability, CHUNK=tables.CHUNK, BLOCK=tables.NORM_BLOCK, **constants)
+    assert compiled.registers <= (since(FP32_NORM_REGISTERS, triton.__version__) if dtype == FP32 else 48)
+    assert compiled.stack == 0
+    assert compiled.shared <= 1024
+    assert compiled.loads[128] >= 1
 
 
 LOSS_SCALE = LossScale.dynamic()
@@ -193,10 +195,12 @@ def test_a_few_numbers_take_one_warp_and_no_stack(native, name):
     for called, (dtype, dimensions) in zip(kernel.function.names, kinds, strict=True):
         arguments |= {called: "fp32"} if dimensions is None else {f"{called}_at": POINTERS[dtype]}
         arguments |= {f"{called}_length": "i32"}
-    arguments |= {f"result{place}": POINTERS[each.dtype] for place, each in enumerate(kernel.function.results)}
-    found = native(kernel.launch.kernel, arguments, 90, options=shared._SHARED_OPTIONS)
-    assert found.registers <= most
-    assert (found.stack, found.shared) == (0, 0)
+    arguments |= {
+        f"result{position}": POINTERS[result.dtype] for position, result in enumerate(kernel.function.results)
+    }
+    compiled = native(kernel.launch.kernel, arguments, 90, options=shared._SHARED_OPTIONS)
+    assert compiled.registers <= most
+    assert (compiled.stack, compiled.shared) == (0, 0)
 
 
 def test_what_is_not_used_is_neither_loaded_nor_stored():

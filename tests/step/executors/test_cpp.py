@@ -11,7 +11,18 @@ from mezzo.step.executors.cpp import Cpp
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.verdict import judge
 
-from .implementations import BF16, FP16, FP32, advance, bucket_of, clones, gradients_of, same_bits, take, tensors_of
+from .implementations import (
+    BF16,
+    FP16,
+    FP32,
+    advance,
+    bucket_of,
+    clones,
+    gradients_of,
+    same_bits,
+    tensors_of,
+    whole_step,
+)
 
 WIDENED = """
 extern "C" void kernel(const float16* from, float* to, int64_t count, int64_t start) {
@@ -61,17 +72,19 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
     monkeypatch.setattr(compiled, "WORTH_A_THREAD", 100)
     shapes, before = [(50_000,), (3, 5), (17_000,)], torch.get_num_threads()
     mine, theirs = (bucket_of("adamw", SPLIT, FP16, shapes, state_dtype=BF16) for _ in range(2))
-    found = []
+    norms = []
     try:
         for bucket, threads in ((mine, 1), (theirs, 2)):
             torch.set_num_threads(threads)
             executor = Cpp()
             update = executor.update_of(bucket)
             for number in range(2):
-                found.append(take(executor, bucket, update, gradients_of(bucket, number, (FP16, FP32)[number])).norms)
+                norms.append(
+                    whole_step(executor, bucket, update, gradients_of(bucket, number, (FP16, FP32)[number])).norms
+                )
     finally:
         torch.set_num_threads(before)
-    assert same_bits(found[:2], found[2:])
+    assert same_bits(norms[:2], norms[2:])
     assert same_bits(tensors_of(mine), tensors_of(theirs))
 
 
@@ -90,7 +103,7 @@ def test_nothing_is_asked_of_a_tensor():
     """Not even on the CPU, where asking costs little: the flag is read by the kernel."""
     executor, bucket = Cpp(), bucket_of("adamw", SPLIT, BF16)
     update = executor.update_of(bucket)
-    take(executor, bucket, update, gradients_of(bucket, 2, BF16))  # traces, compiles and makes tables
+    whole_step(executor, bucket, update, gradients_of(bucket, 2, BF16))  # traces, compiles and makes tables
     for number in range(2):
         gradients = gradients_of(bucket, number, BF16)
         if number:
@@ -108,14 +121,14 @@ def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch):
     calls, built = [], cpp.built
 
     def counted(source):
-        kernel, kind = built(source), "norms" if "double* sums" in source else "update"
-        return cpp.CppKernel(lambda *args: calls.append(kind) or kernel._function(*args))
+        kernel, pass_name = built(source), "norms" if "double* sums" in source else "update"
+        return cpp.CppKernel(lambda *args: calls.append(pass_name) or kernel._function(*args))
 
     monkeypatch.setattr(cpp, "built", counted)
     executor, bucket = Cpp(), bucket_of("adamw", SPLIT, BF16, [(20,)] * 40)
     update = executor.update_of(bucket)
     for number in range(2):
-        take(executor, bucket, update, gradients_of(bucket, number, BF16))
+        whole_step(executor, bucket, update, gradients_of(bucket, number, BF16))
     assert calls == ["norms", "update"] * 2
 
 

@@ -32,8 +32,8 @@ from .implementations import (
     gradients_of,
     pure_step,
     same_bits,
-    take,
     tensors_of,
+    whole_step,
 )
 
 ATEN = torch.ops.aten
@@ -44,35 +44,35 @@ NEUTRAL = {
     "detach": ATEN.detach.default,
     "lift_fresh": ATEN.lift_fresh.default,
     "positive": torch.positive,
-    "unsafe_view": lambda each: ATEN._unsafe_view.default(each, each.shape),
-    "convert_element_type": lambda each: torch.ops.prims.convert_element_type.default(each, each.dtype),
+    "unsafe_view": lambda x: ATEN._unsafe_view.default(x, x.shape),
+    "convert_element_type": lambda x: torch.ops.prims.convert_element_type.default(x, x.dtype),
     "clone": torch.clone,
-    "contiguous": lambda each: each.clone(memory_format=torch.contiguous_format),
-    "view": lambda each: each.view(each.shape),
-    "view of its own dtype": lambda each: each.view(each.dtype),
-    "reshape": lambda each: ATEN._reshape_alias.default(each, each.shape, each.stride()),
-    "expand": lambda each: each.expand(each.shape),
-    "as_strided": lambda each: each.as_strided(each.shape, each.stride()),
-    "transpose": lambda each: each.t(),
-    "copy of its own dtype": lambda each: each.to(each.dtype, copy=True),
+    "contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "view": lambda x: x.view(x.shape),
+    "view of its own dtype": lambda x: x.view(x.dtype),
+    "reshape": lambda x: ATEN._reshape_alias.default(x, x.shape, x.stride()),
+    "expand": lambda x: x.expand(x.shape),
+    "as_strided": lambda x: x.as_strided(x.shape, x.stride()),
+    "transpose": lambda x: x.t(),
+    "copy of its own dtype": lambda x: x.to(x.dtype, copy=True),
     "alias_copy": ATEN.alias_copy.default,
     "detach_copy": ATEN.detach_copy.default,
     "lift_fresh_copy": ATEN.lift_fresh_copy.default,
-    "view_copy": lambda each: ATEN.view_copy.default(each, each.shape),
-    "expand_copy": lambda each: ATEN.expand_copy.default(each, each.shape),
+    "view_copy": lambda x: ATEN.view_copy.default(x, x.shape),
+    "expand_copy": lambda x: ATEN.expand_copy.default(x, x.shape),
 }
 
 
-def neutral(each):
+def neutral(x):
     """Let a tensor through all that changes no value of it."""
     for operation in NEUTRAL.values():
-        each = operation(each)
-    return each
+        x = operation(x)
+    return x
 
 
 def spelled_in(dialect, function, *examples):
     """Return a function's lines, and what its results are called."""
-    names = [f"given{place}" if example.dim() == 0 else ("one", "two") for place, example in enumerate(examples)]
+    names = [f"given{position}" if example.dim() == 0 else ("one", "two") for position, example in enumerate(examples)]
     of = spelled(function, examples, names, dialect)
     return of.body, [result.word for result in of.results]
 
@@ -85,29 +85,29 @@ def test_operations_that_change_no_value_are_left_out_whatever_they_are_called(d
         def through(vector, *others, its=operation):
             return *its(vector).unbind(), *map(its, others)
 
-        found = spelled_in(dialect, through, torch.ones(2), *numbers)
-        assert found == ([], ["one", "two", "given1", "given2", "given3", "given4"]), name
+        spelling = spelled_in(dialect, through, torch.ones(2), *numbers)
+        assert spelling == ([], ["one", "two", "given1", "given2", "given3", "given4"]), name
 
 
 def test_what_reads_the_bits_as_another_number_is_none_of_them():
     """A view of another dtype, by either name; and a cast."""
     one = torch.ones(())
-    for view in (lambda each: each.view(torch.int32), lambda each: ATEN.view_copy.dtype(each, torch.int32)):
+    for view in (lambda x: x.view(torch.int32), lambda x: ATEN.view_copy.dtype(x, torch.int32)):
         for dialect, line in ((CPP, "bits<I>(given0)"), (TRITON, "given0.to(tl.int32, bitcast=True)")):
-            (text,), _ = spelled_in(dialect, lambda each, view=view: (view(each),), one)
+            (text,), _ = spelled_in(dialect, lambda x, view=view: (view(x),), one)
             assert line in text
-    (text,), _ = spelled_in(TRITON, lambda each: (each.double(),), one)
+    (text,), _ = spelled_in(TRITON, lambda x: (x.double(),), one)
     assert "given0.to(tl.float64)" in text
 
 
 def test_views_of_other_elements_or_of_negated_ones_are_none_of_them():
     one, vector = torch.ones(()), torch.ones(2)
     for wrong, *examples in (
-        (lambda each: (torch._neg_view(each),), one),
-        (lambda each: (ATEN._neg_view_copy.default(each),), one),
-        (lambda each: (each.unbind()[1].as_strided((), (), 0),), vector),
-        (lambda each: (each.as_strided((2,), (0,)).unbind()[1],), vector),
-        (lambda each: (each.flip(0).unbind()[1],), vector),
+        (lambda x: (torch._neg_view(x),), one),
+        (lambda x: (ATEN._neg_view_copy.default(x),), one),
+        (lambda x: (x.unbind()[1].as_strided((), (), 0),), vector),
+        (lambda x: (x.as_strided((2,), (0,)).unbind()[1],), vector),
+        (lambda x: (x.flip(0).unbind()[1],), vector),
     ):
         for dialect in (CPP, TRITON):
             with pytest.raises(NoKernel, match=rf"no .* for aten\.\w+\.default.* of torch {torch.__version__[:4]}"):
@@ -127,9 +127,9 @@ def test_rules_with_such_operations_are_the_same_program():
     for source_of in (cpp_source, triton_source):
         for storage, dtypes in ((SPLIT, (BF16, BF16, INT16, *coded)), (PLAIN, (FP16, FP32, FP32, FP32, FP32))):
             texts = []
-            for each in (plain, odd):
+            for variant in (plain, odd):
                 source_of.update_source.cache_clear()  # rules of one name and options are equal
-                words = re.findall(r"\w+|[^\w\s]", source_of.update_source(each, storage, dtypes))
+                words = re.findall(r"\w+|[^\w\s]", source_of.update_source(variant, storage, dtypes))
                 texts.append([words.index(word) for word in words])  # what values are called is another matter
             source_of.update_source.cache_clear()
             assert texts[0] == texts[1]
@@ -156,7 +156,7 @@ def odd_rule(operation):
 
 
 def messages(caplog):
-    return [each.getMessage() for each in caplog.records if each.name.startswith("mezzo")]
+    return [entry.getMessage() for entry in caplog.records if entry.name.startswith("mezzo")]
 
 
 #: Storages, and dtypes of weights, gradients and moments.
@@ -164,16 +164,16 @@ STORED = [(SPLIT, BF16, BF16, FP32), (SPLIT, FP16, FP16, BF16), (SPLIT, BF16, FP
 STORED += [(PLAIN, FP32, FP32, FP32), (PLAIN, FP32, BF16, INT8), (PLAIN, BF16, BF16, BF16)]
 
 
-@pytest.mark.parametrize("operation", [lambda each: (each * 64).floor() / 64, halves_of], ids=["floor", "untraced"])
+@pytest.mark.parametrize("operation", [lambda x: (x * 64).floor() / 64, halves_of], ids=["floor", "untraced"])
 def test_a_rule_with_an_unknown_operation_is_the_pure_rule_and_one_warning_says_so(
-    each, operation, monkeypatch, lacking, caplog
+    implementation, operation, monkeypatch, lacking, caplog
 ):
     """By every executor: torch's own operations know it, and no table."""
-    executor, update_rule = each.make(), odd_rule(operation)
+    executor, update_rule = implementation.make(), odd_rule(operation)
     monkeypatch.setattr(choose, "executor_for", lambda device: executor)
     is_known = isinstance(executor, Portable)
-    for storage, dtype, gradient_dtype, state_dtype in STORED[:: 2 if each.is_costly else 1]:
-        how = {"state_dtype": state_dtype, "device": each.device, "seed": 3}
+    for storage, dtype, gradient_dtype, state_dtype in STORED[:: 2 if implementation.is_costly else 1]:
+        how = {"state_dtype": state_dtype, "device": implementation.device, "seed": 3}
         mine = dataclasses.replace(bucket_of("lion", storage, dtype, **how), rule=update_rule)
         theirs, update = copied(mine), choose.update_of(mine)
         before = clones(tensors_of(mine))
@@ -181,23 +181,23 @@ def test_a_rule_with_an_unknown_operation_is_the_pure_rule_and_one_warning_says_
         assert same_bits(before, tensors_of(mine))
         for number in range(2):
             gradients = gradients_of(mine, number, gradient_dtype)
-            pure_step(theirs, gradients, take(executor, mine, update, gradients))
+            pure_step(theirs, gradients, whole_step(executor, mine, update, gradients))
             assert_same(mine, theirs, True)
         before = clones(tensors_of(mine))
         gradients[0][1] = torch.inf
-        assert take(executor, mine, update, gradients).found_inf
+        assert whole_step(executor, mine, update, gradients).found_inf
         assert same_bits(before, tensors_of(mine))
-    said = messages(caplog)
-    assert len(said) == (not is_known)
-    for text in said:
+    warned = messages(caplog)
+    assert len(warned) == (not is_known)
+    for text in warned:
         assert "optimizer steps go on by torch's own operations" in text
         assert torch.__version__ in text
         assert ("halves_of" if operation is halves_of else "aten.floor.default") in text
 
 
-def whole(each):
+def whole(x):
     """Integers of both signs, and zeros."""
-    return (each * 100).to(torch.int32)
+    return (x * 100).to(torch.int32)
 
 
 #: What operations mean for dtypes: True where kernels are written of them, else what no language has a line for.
@@ -229,10 +229,12 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("kind", ["cpp", "interpreted"])
-def test_operations_on_any_dtypes_are_as_torch_computes_them(kind, name, request, monkeypatch, lacking, caplog):
+@pytest.mark.parametrize("executor_name", ["cpp", "interpreted"])
+def test_operations_on_any_dtypes_are_as_torch_computes_them(
+    executor_name, name, request, monkeypatch, lacking, caplog
+):
     executor = Cpp()
-    if kind == "interpreted":
+    if executor_name == "interpreted":
         request.getfixturevalue("interpreted")
         executor = Triton()
     operation, expected = DTYPES[name]
@@ -241,23 +243,23 @@ def test_operations_on_any_dtypes_are_as_torch_computes_them(kind, name, request
         mine = dataclasses.replace(bucket_of("lion", storage, dtype, seed=3), rule=odd_rule(operation))
         theirs, update = copied(mine), choose.update_of(mine)
         gradients = gradients_of(mine, 0, dtype)
-        pure_step(theirs, gradients, take(executor, mine, update, gradients))
+        pure_step(theirs, gradients, whole_step(executor, mine, update, gradients))
         assert_same(mine, theirs, name != "root of ints")  # MKL has roots that are a unit off on some processors
-    said = messages(caplog)
-    assert len(said) == (expected is not True)
-    for text in said:
-        assert f"no {'C++' if kind == 'cpp' else 'Triton'} for {expected} of torch {torch.__version__}" in text
+    warned = messages(caplog)
+    assert len(warned) == (expected is not True)
+    for text in warned:
+        assert f"no {'C++' if executor_name == 'cpp' else 'Triton'} for {expected} of torch {torch.__version__}" in text
 
 
 def test_dtypes_of_one_kind_are_not_mixed():
     """Of a number torch takes the elements' dtype, and a kernel does not know which is which."""
     one, wide = torch.ones(()), torch.ones((), dtype=torch.float64)
     with pytest.raises(NoKernel, match=r"aten\.mul\.Tensor of torch\.float32 and torch\.float64 of torch"):
-        spelled_in(TRITON, lambda each, other: (each * other,), one, wide)
+        spelled_in(TRITON, lambda x, other: (x * other,), one, wide)
     with pytest.raises(NoKernel, match=r"aten\.bitwise_and\.Scalar of torch\.int32 and 4294967296 of torch"):
-        spelled_in(TRITON, lambda each: (each.to(torch.int32) & 2**32,), one)
+        spelled_in(TRITON, lambda x: (x.to(torch.int32) & 2**32,), one)
     with pytest.raises(NoKernel, match=r"aten\.__rshift__\.Scalar, 32 of torch"):
-        spelled_in(CPP, lambda each: (each.to(torch.int32) >> 32,), one)
+        spelled_in(CPP, lambda x: (x.to(torch.int32) >> 32,), one)
 
 
 def trained(policy, steps=3, **options):
@@ -278,25 +280,27 @@ def trained(policy, steps=3, **options):
 
 
 @pytest.mark.usefixtures("emulating")
-@pytest.mark.parametrize("kind", ["cpp", "interpreted"])
-def test_sessions_train_where_a_release_traces_rules_to_other_operations(kind, request, monkeypatch, lacking, caplog):
+@pytest.mark.parametrize("executor_name", ["cpp", "interpreted"])
+def test_sessions_train_where_a_release_traces_rules_to_other_operations(
+    executor_name, request, monkeypatch, lacking, caplog
+):
     executor = Cpp()
-    if kind == "interpreted":
+    if executor_name == "interpreted":
         request.getfixturevalue("interpreted")
         executor = Triton()
     lacking("aten.sqrt.", "aten.sign.")
     for policy, options in (("O2,bf16", {}), ("O2,fp16", {"state_dtype": "int8"}), ("O1", {"state_dtype": "bfloat16"})):
         ways = []
-        for each in (Portable(), executor):
-            monkeypatch.setattr(choose, "_working", lambda device, each=each: each)
+        for its_executor in (Portable(), executor):
+            monkeypatch.setattr(choose, "_working", lambda device, its_executor=its_executor: its_executor)
             caplog.clear()
             with caplog.at_level(logging.WARNING, logger="mezzo"):
                 ways.append(trained(policy, **options))
         assert same_bits(*ways)
-        said = [each for each in messages(caplog) if "optimizer steps" in each]
-        assert len(said) == (policy == "O2,bf16")  # once a process
-        for each in said:
-            assert f"for aten.sqrt.default of torch {torch.__version__}" in each
+        warned = [message for message in messages(caplog) if "optimizer steps" in message]
+        assert len(warned) == (policy == "O2,bf16")  # once a process
+        for message in warned:
+            assert f"for aten.sqrt.default of torch {torch.__version__}" in message
 
 
 def test_keys_of_random_bits_are_asked_of_the_table_too(lacking):

@@ -24,7 +24,7 @@ def test_they_read_nothing_and_can_be_captured(gpu, lacking, caplog, state_dtype
     with gpu.captured():
         optimizer.step()
     assert not [name for name in names if "adamw" in name]
-    said = [each.getMessage() for each in caplog.records if each.name.startswith("mezzo")]
-    assert [f"no Triton for aten.sqrt.default of torch {torch.__version__}" in text for text in said] == [True]
+    messages = [entry.getMessage() for entry in caplog.records if entry.name.startswith("mezzo")]
+    assert [f"no Triton for aten.sqrt.default of torch {torch.__version__}" in text for text in messages] == [True]
     if gpu.computes:
         assert param[0, 0].item() == pytest.approx(0.995 * (0.995 - 0.5) - 0.5, abs=0.01)

@@ -42,7 +42,7 @@ def same(mine, theirs):
 def test_the_numbers_of_a_rule(interpreted, launched):
     for name in ("adamw", "adam", "sgd", "lion"):
         rules, compute = rule(name), programs.Shared()
-        hypers = [torch.tensor(HYPERS[name][each], dtype=torch.float64) for each in rules.hypers]
+        hypers = [torch.tensor(HYPERS[name][hyper], dtype=torch.float64) for hyper in rules.hypers]
         for step in (1, 2, 999):
             for found_inf in (False, True):
                 tensors = [torch.tensor(found_inf), torch.tensor(step - 1), torch.tensor(step + 3), *hypers, *hypers]
@@ -81,10 +81,12 @@ def test_the_next_scale_after_several_steps(interpreted, launched):
     config, compute = LossScale.dynamic(init=1024, interval=2), programs.Shared()
     for flags in product((False, True), repeat=4):
         tensors = [*config.start().tensors(), *map(torch.tensor, flags)]
-        found = compute(device_state.moved_on, (config,), tensors)
-        same(found, device_state.moved_on(config, *tensors))
+        results = compute(device_state.moved_on, (config,), tensors)
+        same(results, device_state.moved_on(config, *tensors))
         counting = [flag for flag, hold in (flags[:2], flags[2:]) if not hold]
-        assert [each.item() for each in found[:2]] == ([512.0, 0] if any(counting) else [1024.0, int(bool(counting))])
+        assert [number.item() for number in results[:2]] == (
+            [512.0, 0] if any(counting) else [1024.0, int(bool(counting))]
+        )
     assert {*launched} == {"moved_on"}
 
 
@@ -97,8 +99,8 @@ def test_a_verdict(interpreted, launched, scale, max_norm):
     numbers = [*([] if scale is None else [torch.tensor(scale)]), *([] if max_norm is None else [max_norm])]
     for norms in NORMS:
         tensors = [torch.tensor(norms), *numbers]
-        found = compute(verdict.decided, given, tensors)
-        same(found, verdict.decided(*given, *tensors))
+        results = compute(verdict.decided, given, tensors)
+        same(results, verdict.decided(*given, *tensors))
     assert launched == ["decided"] * len(NORMS)
 
 
@@ -109,20 +111,20 @@ def test_a_verdict_with_all_that_is_known_of_losses(interpreted, launched, inner
     for norms, flag in product(NORMS, (False, True)):
         tensors = [torch.tensor(norms), torch.tensor(1024.0), 7.3, *map(torch.tensor, (*inner, *losses, flag))]
         given = True, True, True, len(inner), len(losses)
-        found = compute(verdict.concluded, given, tensors)
-        same(found, verdict.concluded(*given, *tensors))
-        grad_norm, found_inf, multiplier, failed, *told = found
+        results = compute(verdict.concluded, given, tensors)
+        same(results, verdict.concluded(*given, *tensors))
+        grad_norm, found_inf, multiplier, failed, *stats = results
         same([grad_norm, multiplier], verdict.decided(True, True, *tensors[:3])[::2])
         assert found_inf.item() == (not math.isfinite(grad_norm) or any(inner) or math.inf in losses or flag)
         assert failed.item() == (math.inf in losses or any(inner))
-        same(told, [found_inf.float(), multiplier.reciprocal()])
+        same(stats, [found_inf.float(), multiplier.reciprocal()])
     assert {*launched} == {"concluded"}
 
 
 def test_a_norm_of_more_numbers_than_a_block_holds(interpreted):
     norms = torch.rand(5000)
-    found, *_ = programs.Shared()(verdict.decided, (False, False), [norms])
-    assert abs(found / norms.double().norm() - 1) < 1e-6
+    norm, *_ = programs.Shared()(verdict.decided, (False, False), [norms])
+    assert abs(norm / norms.double().norm() - 1) < 1e-6
 
 
 def test_counts_of_steps(interpreted, launched):
@@ -167,17 +169,17 @@ def test_what_cannot_be_written_goes_by_torch_s_operations(interpreted, launched
         (of_a_constant, number, "constant tensors (torch.tensor)"),
         (of_a_complex_number, number, "aten.complex.default of torch.complex64"),
     ):
-        said = f"no Triton for {what} of torch {torch.__version__}\n"
-        with pytest.raises(NoKernel, match=re.escape(said)):
+        words = f"no Triton for {what} of torch {torch.__version__}\n"
+        with pytest.raises(NoKernel, match=re.escape(words)):
             programs.written(function, (), [(tensor.dtype, tensor.dim())])
         caplog.clear()
         for _ in range(2):
             compute = programs.Shared()
             for _ in range(2):
                 same(compute(function, (), [tensor]), function(tensor))
-        assert [said in each.getMessage() for each in caplog.records if each.name.startswith("mezzo")] == [True]
-    found = programs.Shared()(
+        assert [words in entry.getMessage() for entry in caplog.records if entry.name.startswith("mezzo")] == [True]
+    results = programs.Shared()(
         verdict.counted, (), [torch.tensor(False), torch.tensor(1), torch.tensor(1, device="meta")]
     )
-    assert (found[0], found[1].device.type) == (2, "meta")  # numbers on several devices
+    assert (results[0], results[1].device.type) == (2, "meta")  # numbers on several devices
     assert launched == []

@@ -37,8 +37,8 @@ from .implementations import (
     gradients_of,
     pure_step,
     same_bits,
-    take,
     tensors_of,
+    whole_step,
 )
 
 triton = pytest.importorskip("triton", reason="needs Triton")
@@ -46,9 +46,9 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 
 @pytest.fixture
 def uploads(monkeypatch):
-    found, upload = [], tables._uploaded
-    monkeypatch.setattr(tables, "_uploaded", lambda table, device: found.append(table) or upload(table, device))
-    return found
+    uploaded, upload = [], tables._uploaded
+    monkeypatch.setattr(tables, "_uploaded", lambda table, device: uploaded.append(table) or upload(table, device))
+    return uploaded
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -58,16 +58,16 @@ def test_what_a_gpu_finds_beyond_a_tensor_is_of_no_group(monkeypatch):
     load = inside.InterpreterBuilder.create_masked_load
 
     def beyond(builder, ptrs, mask, other, *options):
-        kind = ptrs.get_element_ty()
-        full = numpy.zeros_like(ptrs.data, dtype=inside._get_np_dtype(kind))
+        element_type = ptrs.get_element_ty()
+        full = numpy.zeros_like(ptrs.data, dtype=inside._get_np_dtype(element_type))
         full.view(numpy.uint8)[...] = 0x4D  # large numbers in every format
-        return load(builder, ptrs, mask, inside.TensorHandle(full, kind) if other is None else other, *options)
+        return load(builder, ptrs, mask, inside.TensorHandle(full, element_type) if other is None else other, *options)
 
     monkeypatch.setattr(inside.InterpreterBuilder, "create_masked_load", beyond)
     mine = bucket_of("adamw", SPLIT, BF16, [(45,), (3, 5)], state_dtype=INT8)
     theirs, executor = copied(mine), Triton()
     gradients = gradients_of(mine, 0, BF16, scale=1e-3)
-    pure_step(theirs, gradients, take(executor, mine, executor.update_of(mine), gradients))
+    pure_step(theirs, gradients, whole_step(executor, mine, executor.update_of(mine), gradients))
     assert_same(mine, theirs, True)
 
 
@@ -78,32 +78,32 @@ def test_while_a_graph_is_captured_moved_gradients_come_from_a_reserve(monkeypat
     bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
     update = executor.update_of(bucket)
     gradients = gradients_of(bucket, 0, BF16)
-    take(executor, bucket, update, gradients)
+    whole_step(executor, bucket, update, gradients)
     uploads.clear()
     capturing = True
     monkeypatch.setattr(tables, "_is_capturing", lambda device: capturing)
-    take(executor, bucket, update, gradients)
+    whole_step(executor, bucket, update, gradients)
     kept = list(executor._retained)
-    assert sum(each is update.addresses.table for each in kept) == 2  # both passes read it
-    assert any(each[0] is update.table for each in kept if isinstance(each, tuple))
+    assert sum(entry is update.addresses.table for entry in kept) == 2  # both passes read it
+    assert any(entry[0] is update.table for entry in kept if isinstance(entry, tuple))
     theirs = copied(bucket)
     elsewhere = [gradient.clone() for gradient in gradients]
-    verdict = take(executor, bucket, update, elsewhere)
+    verdict = whole_step(executor, bucket, update, elsewhere)
     pure_step(theirs, elsewhere, verdict)
     assert_same(bucket, theirs, True)
     assert not uploads
     addresses = torch.tensor([gradient.data_ptr() for gradient in elsewhere])
     fresh = [pair for pair in executor._retained[len(kept) :] if len(pair) == 2 and torch.is_tensor(pair[1])]
-    recorded = [pair for pair in fresh if all(torch.equal(each, addresses) for each in pair)]
+    recorded = [pair for pair in fresh if all(torch.equal(tensor, addresses) for tensor in pair)]
     assert len(recorded) == 2  # one for each pass, in host and device memory
     for _ in range(tables.RESERVE - 1):
-        take(executor, bucket, update, [gradient.clone() for gradient in gradients_of(bucket, 1, BF16)])
+        whole_step(executor, bucket, update, [gradient.clone() for gradient in gradients_of(bucket, 1, BF16)])
     with pytest.raises(
         UnsupportedError, match=r"(?s)cannot be captured.*had new addresses 4 times.*write  at most 4 steps in a graph"
     ):
-        take(executor, bucket, update, [gradient.clone() for gradient in gradients])
+        whole_step(executor, bucket, update, [gradient.clone() for gradient in gradients])
     capturing = False
-    take(executor, bucket, update, elsewhere)  # what was recorded has not happened: uploaded after all
+    whole_step(executor, bucket, update, elsewhere)  # what was recorded has not happened: uploaded after all
     assert len(uploads) == 1
 
 
@@ -136,7 +136,7 @@ def alike_steps(executor, bucket, update, count, alive):
     sets = [gradients_of(bucket, number, BF16) for number in range(count)]
     alive += sets
     for gradients in sets:
-        take(executor, bucket, update, gradients)
+        whole_step(executor, bucket, update, gradients)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -201,7 +201,7 @@ def test_tables_of_other_tensors_cannot_be_made_while_a_graph_is_captured(monkey
     bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
     update = executor.update_of(bucket)
     gradients = gradients_of(bucket, 0, BF16)
-    verdict = take(executor, bucket, update, gradients)
+    verdict = whole_step(executor, bucket, update, gradients)
     before = clones(tensors_of(bucket))
     monkeypatch.setattr(tables, "_is_capturing", lambda device: True)
     with pytest.raises(UnsupportedError, match=r"(?s)cannot be captured.*gradients of other shapes, on cpu"):

@@ -27,7 +27,7 @@ from .implementations import (
     bucket_of,
     copied,
     pure_step,
-    take,
+    whole_step,
 )
 from .test_contract import check_case
 from .test_cpp import COMPILERS
@@ -79,9 +79,9 @@ def test_the_largest_of_each_row_is_in_its_own_lane():
     width = torch.zeros(1, dtype=torch.int32)
     cpp.built(headers(()) + VECTORS + WIDTH)(width)
     lanes = torch.randint(0, 1 << 30, (32, int(width)), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    found = torch.zeros(32, dtype=torch.int32)
-    cpp.built(headers(()) + VECTORS + LARGEST)(lanes, found, 32)
-    assert found.tolist() == lanes.amax(1).tolist()
+    largest = torch.zeros(32, dtype=torch.int32)
+    cpp.built(headers(()) + VECTORS + LARGEST)(lanes, largest, 32)
+    assert largest.tolist() == lanes.amax(1).tolist()
 
 
 @pytest.mark.usefixtures("narrower")
@@ -103,7 +103,7 @@ def test_what_lies_beyond_a_tensor_is_zero_to_rules_as_in_the_pure_function():
     mine = dataclasses.replace(mine, rule=odd)
     theirs, executor = copied(mine), Cpp()
     gradients = [torch.full((50,), 0.75)]
-    pure_step(theirs, gradients, take(executor, mine, executor.update_of(mine), gradients, inverse=1.0))
+    pure_step(theirs, gradients, whole_step(executor, mine, executor.update_of(mine), gradients, inverse=1.0))
     assert_same(mine, theirs, True)
 
 
@@ -165,10 +165,10 @@ INSTRUCTIONS = {
 def test_an_element_takes_few_instructions(name, tmp_path):
     """Compilers make a third more of plain loops over 8-bit moments and FP16."""
     dtypes = STORED[name]
-    of_group = [place in (4, 6) and INT8 in dtypes for place in range(len(dtypes))]
+    of_group = [position in (4, 6) and INT8 in dtypes for position in range(len(dtypes))]
     main = MAIN.format(
         sizes=", ".join(str(dtype.itemsize) for dtype in dtypes),
-        of_group=", ".join(str(int(each)) for each in of_group),
+        of_group=", ".join(str(int(flag)) for flag in of_group),
         num=len(dtypes),
     )
     done = compiled_for("haswell", update_source(rule("adamw"), SPLIT, dtypes) + main, tmp_path / "step")

@@ -187,10 +187,10 @@ def encoder():
     model, x = nn.TransformerEncoder(layer, 2), data(3, 5, 16)
 
     def loss():
-        found = squared(model.train()(x))
+        error = squared(model.train()(x))
         with torch.no_grad():
             seen = model.eval()(x)
-        return found, seen
+        return error, seen
 
     return model, loss
 
@@ -387,9 +387,9 @@ def experts_by_index():
     def dispatch(self, x, shares, chosen):
         out = torch.zeros_like(x)
         for expert in range(3):
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            found = functional.silu(x[rows] @ self.up[expert]) @ self.down[expert]
-            out.index_add_(0, rows, (found * shares[rows, place, None]).to(out.dtype))
+            rows, choice = (chosen == expert).nonzero(as_tuple=True)
+            hidden = functional.silu(x[rows] @ self.up[expert]) @ self.down[expert]
+            out.index_add_(0, rows, (hidden * shares[rows, choice, None]).to(out.dtype))
         return out
 
     return experts(dispatch)
@@ -459,7 +459,7 @@ def waves():
             x = x + one.tanh() * two.sigmoid()
         return x
 
-    convs = nn.ModuleList([nn.Conv1d(4, 8, 2, dilation=each, padding=each) for each in (1, 2, 4)])
+    convs = nn.ModuleList([nn.Conv1d(4, 8, 2, dilation=dilation, padding=dilation) for dilation in (1, 2, 4)])
     return over(made(forward, convs=convs), data(2, 4, 12))
 
 
@@ -505,8 +505,8 @@ class Detector(nn.Module):
         scores = self.classes(x).flatten(2).mT  # (batch, places, classes)
         entropy = functional.binary_cross_entropy_with_logits(scores, aims.to(scores.dtype), reduction="none")
         sides = self.boxes(x).flatten(2).mT.unflatten(-1, (4, 8)).softmax(-1).matmul(self.bins)
-        found = aims.amax(-1) > 0
-        return entropy.sum() / max(aims.sum(), 1) + functional.smooth_l1_loss(sides[found].float(), boxes[found])
+        is_there = aims.amax(-1) > 0
+        return entropy.sum() / max(aims.sum(), 1) + functional.smooth_l1_loss(sides[is_there].float(), boxes[is_there])
 
 
 @program

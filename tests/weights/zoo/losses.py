@@ -60,10 +60,10 @@ def angular_margin():
 def policy_gradient():
     def forward(self, x, actions):
         shares = self.actor(x).softmax(-1)
-        found = Categorical(probs=shares)
+        policy = Categorical(probs=shares)
         value = self.critic(x).squeeze(-1)
         gain = (data(16) - value).detach()
-        return -(found.log_prob(actions) * gain).mean() - 0.01 * found.entropy().mean() + value.square().mean()
+        return -(policy.log_prob(actions) * gain).mean() - 0.01 * policy.entropy().mean() + value.square().mean()
 
     model = made(forward, actor=perceptron(6, 16, 4), critic=perceptron(6, 16, 1))
     return model, lambda: model(data(16, 6), indices(4, 16))
@@ -75,9 +75,9 @@ def soft_actor():
 
     def forward(self, x):
         mean, log_std = self.body(x).chunk(2, dim=-1)
-        found = Normal(mean, log_std.clamp(-5, 2).exp())
-        drawn = found.rsample()
-        density = found.log_prob(drawn) - 2 * (math.log(2) - drawn - functional.softplus(-2 * drawn))
+        policy = Normal(mean, log_std.clamp(-5, 2).exp())
+        drawn = policy.rsample()
+        density = policy.log_prob(drawn) - 2 * (math.log(2) - drawn - functional.softplus(-2 * drawn))
         return (0.2 * density.sum(-1) - self.critic(torch.cat([x, drawn.tanh()], dim=-1)).squeeze(-1)).mean()
 
     model = made(forward, body=perceptron(6, 16, 4), critic=perceptron(8, 16, 1))
@@ -87,8 +87,8 @@ def soft_actor():
 @program
 def gamma():
     def forward(self, x):
-        found = Gamma(functional.softplus(self.shape(x)) + 0.5, self.rate.exp().mean(0))
-        return found.rsample().log().mean() - found.log_prob(torch.ones(3)).mean()
+        distribution = Gamma(functional.softplus(self.shape(x)) + 0.5, self.rate.exp().mean(0))
+        return distribution.rsample().log().mean() - distribution.log_prob(torch.ones(3)).mean()
 
     model = made(forward, shape=nn.Linear(6, 3), rate=weight(4, 3))
     return model, lambda: model(data(16, 6))
@@ -98,9 +98,9 @@ def gamma():
 def variational_autoencoder():
     def forward(self, x):
         mean, log_variance = self.down(x).chunk(2, dim=-1)
-        found = Independent(Normal(mean, (0.5 * log_variance).exp()), 1)
-        rest = kl_divergence(found, Independent(Normal(torch.zeros(3), torch.ones(3)), 1))
-        entropy = functional.binary_cross_entropy_with_logits(self.up(found.rsample()), x.sigmoid(), reduction="sum")
+        encoded = Independent(Normal(mean, (0.5 * log_variance).exp()), 1)
+        rest = kl_divergence(encoded, Independent(Normal(torch.zeros(3), torch.ones(3)), 1))
+        entropy = functional.binary_cross_entropy_with_logits(self.up(encoded.rsample()), x.sigmoid(), reduction="sum")
         return entropy / len(x) + rest.mean()
 
     model = made(forward, down=perceptron(8, 16, 6), up=perceptron(3, 16, 8))
@@ -111,8 +111,8 @@ def variational_autoencoder():
 def mixture_of_densities():
     def forward(self, x, aim):
         shares, means, log_stds = self.body(x).unflatten(-1, (3, 4)).unbind(1)
-        each = Normal(means, log_stds.exp()).log_prob(aim[:, None])
-        return -torch.logsumexp(shares.log_softmax(-1) + each, dim=-1).mean()
+        log_probs = Normal(means, log_stds.exp()).log_prob(aim[:, None])
+        return -torch.logsumexp(shares.log_softmax(-1) + log_probs, dim=-1).mean()
 
     model = made(forward, body=perceptron(6, 16, 12))
     return model, lambda: model(data(8, 6), data(8))
@@ -124,9 +124,9 @@ def distances_to_centres():
 
     def forward(self, x):
         x = self.body(x)
-        near = torch.cdist(x, self.centres)
+        distances = torch.cdist(x, self.centres)
         square = x.square().sum(-1, keepdim=True) - 2 * x @ self.centres.mT + self.centres.square().sum(-1)
-        return (near * (-near).softmax(-1)).sum(-1) + square.min(-1).values
+        return (distances * (-distances).softmax(-1)).sum(-1) + square.min(-1).values
 
     return over(made(forward, body=nn.Linear(6, 8), centres=weight(4, 8)), data(5, 6))
 
@@ -163,9 +163,9 @@ def hessian_of_weights():
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2)), data(4, 6)
 
     def loss():
-        found = squared(model(x))
-        slopes = torch.autograd.grad(found, list(model.parameters()), create_graph=True)
-        return found + sum((slope * data(*slope.shape)).sum() for slope in slopes)
+        error = squared(model(x))
+        slopes = torch.autograd.grad(error, list(model.parameters()), create_graph=True)
+        return error + sum((slope * data(*slope.shape)).sum() for slope in slopes)
 
     return model, loss
 
@@ -201,8 +201,8 @@ def noise_schedule():
     def forward(self, x, noise, steps):
         kept = self.alphas[steps, None]
         noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
-        found = self.body(torch.cat([noisy, steps[:, None] / 1000], dim=-1))
-        return ((found - noise).square() / (1 - kept)).mean() * 1e-3
+        predicted = self.body(torch.cat([noisy, steps[:, None] / 1000], dim=-1))
+        return ((predicted - noise).square() / (1 - kept)).mean() * 1e-3
 
     alphas = (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0)
     model = made(forward, body=perceptron(5, 16, 4), alphas=alphas)
@@ -234,11 +234,11 @@ def codebook():
     def forward(self, x):
         x = self.down(x)
         chosen = torch.cdist(x.float(), self.codes).argmin(-1)
-        found = functional.embedding(chosen, self.codes)
+        codes = functional.embedding(chosen, self.codes)
         with torch.no_grad():
             hot = functional.one_hot(chosen, 6).float()
             self.codes.mul_(0.99).add_(hot.T @ x.float(), alpha=0.01)
-        return self.up(x + (found - x).detach()).square().mean() + 0.25 * (x - found).square().mean()
+        return self.up(x + (codes - x).detach()).square().mean() + 0.25 * (x - codes).square().mean()
 
     model = made(forward, down=nn.Linear(8, 4), up=nn.Linear(4, 8), codes=data(6, 4))
     return model, lambda: model(data(5, 8))

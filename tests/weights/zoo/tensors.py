@@ -24,7 +24,7 @@ def views():
             w.repeat_interleave(2, 0)[::2], w.softmax(-1), w.sigmoid().cumsum(0), torch.kron(self.a, self.b),
             torch.block_diag(w[:4, :4], w[4:, 4:]), w.index_select(0, places), w.gather(1, places.expand(8, 8)),
         ]  # fmt: skip
-        y = sum(x @ each for each in square) + torch.bmm(x.expand(3, -1, -1), w.expand(3, 8, 8)).sum(0)
+        y = sum(x @ part for part in square) + torch.bmm(x.expand(3, -1, -1), w.expand(3, 8, 8)).sum(0)
         return y + x[:, :4] @ w.unfold(0, 2, 2).sum(-1) + x * w.diagonal()
 
     parts = {"w": weight(8, 8), "a": weight(2, 4), "b": weight(4, 2), "mask": data(8, 8) > 0}
@@ -173,9 +173,9 @@ def hooks_and_saved_tensors():
 @program
 def slopes_of_a_weight_in_the_loss():
     def forward(self, x):
-        found = self.w(x).square().sum()
-        (slope,) = torch.autograd.grad(found, self.w.weight, create_graph=True)
-        return found * 0.1 + (x @ slope.T).square().mean() * 1e-4
+        square = self.w(x).square().sum()
+        (slope,) = torch.autograd.grad(square, self.w.weight, create_graph=True)
+        return square * 0.1 + (x @ slope.T).square().mean() * 1e-4
 
     model = made(forward, w=nn.Linear(8, 8))
     return model, lambda: model(data(5, 8))

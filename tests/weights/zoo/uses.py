@@ -35,8 +35,8 @@ def tied_head():
 @program
 def table_that_is_also_computed_with():
     def forward(self, tokens):
-        found = functional.embedding(tokens, self.table)
-        distances = (found[..., None, :] - self.table).square().sum(-1)  # of each to every row, in FP32
+        rows = functional.embedding(tokens, self.table)
+        distances = (rows[..., None, :] - self.table).square().sum(-1)  # of each to every row, in FP32
         return (-distances).softmax(-1) @ self.table
 
     return over(made(forward, table=weight(6, 8)), indices(6, 2, 4))
@@ -107,10 +107,11 @@ def slices():
 @program
 def stacked_parameters():
     def forward(self, x):
-        stacked, joined = torch.stack(list(self.each)), torch.cat(list(self.each), dim=1)
-        return torch.bmm(x.expand(3, -1, -1), stacked).mean(0) @ self.each[0] + (x @ joined).unflatten(1, (3, 8)).sum(1)
+        stacked, joined = torch.stack(list(self.parts)), torch.cat(list(self.parts), dim=1)
+        product = torch.bmm(x.expand(3, -1, -1), stacked).mean(0) @ self.parts[0]
+        return product + (x @ joined).unflatten(1, (3, 8)).sum(1)
 
-    return over(made(forward, each=nn.ParameterList([weight(8, 8) for _ in range(3)])), data(4, 8))
+    return over(made(forward, parts=nn.ParameterList([weight(8, 8) for _ in range(3)])), data(4, 8))
 
 
 @program
@@ -329,7 +330,7 @@ def hypernetwork():
 
     def forward(self, x, context):
         made = self.maker(context).split([shape.numel() for shape in shapes.values()])
-        weights = {name: each.view(shape) for (name, shape), each in zip(shapes.items(), made, strict=True)}
+        weights = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), made, strict=True)}
         return functional_call(self.target, weights, (x,)) + self.target(x)
 
     maker = perceptron(5, 8, sum(shape.numel() for shape in shapes.values()))
@@ -420,8 +421,8 @@ def gradients_of_each_example():
 
     def loss():
         params = {name: p.detach() for name, p in model.named_parameters()}
-        each = vmap(grad(one), in_dims=(None, 0, 0))(params, x, labels)
-        return functional.cross_entropy(model(x).float(), labels), *each.values()
+        gradients = vmap(grad(one), in_dims=(None, 0, 0))(params, x, labels)
+        return functional.cross_entropy(model(x).float(), labels), *gradients.values()
 
     return model, loss
 
@@ -433,8 +434,8 @@ def ensemble():
 
     def forward(self, x):
         params, buffers = stack_module_state(list(self.members))
-        each = vmap(lambda p, b: functional_call(self.members[0], (p, b), (x,)))(params, buffers)
-        return each.var(0).mean() + sum(member(x).square().mean() for member in self.members), each
+        outputs = vmap(lambda p, b: functional_call(self.members[0], (p, b), (x,)))(params, buffers)
+        return outputs.var(0).mean() + sum(member(x).square().mean() for member in self.members), outputs
 
     model = made(forward, members=members)
     return model, lambda: model(data(4, 6))
