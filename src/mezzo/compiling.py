@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -142,6 +143,20 @@ def is_one(size: int) -> bool:
 
 
 # What is compiled ----------------------------------------------------------------------------------------
+
+#: Of models whose graphs have their casts placed by a policy: that policy, as text.
+_PLACED: Final[WeakKeyDictionary[nn.Module, str]] = WeakKeyDictionary()
+
+
+def note_placed(model: nn.Module, policy: str) -> None:
+    """Record that a compiled model has the casts of a policy in its graphs, whatever region is around."""
+    _PLACED[model] = policy
+
+
+def placed_in(models: Iterable[nn.Module]) -> str | None:
+    """Return the policy whose casts are in the graphs of one of these models, or of a part; ``None`` without one."""
+    return next((_PLACED[module] for model in models for module in model.modules() if module in _PLACED), None)
+
 
 #: What torch.compile calls the module that it wraps.
 INSIDE: Final = "_orig_mod"

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from mezzo.cast.model.prepare import as_named, with_low_ends
-from mezzo.compiling import backend_of, backends, traced_variable
+from mezzo.compiling import backend_of, backends, note_placed, traced_variable
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, nearest, require_extra, shown
 from mezzo.plan.balance import balance_of
@@ -113,6 +113,8 @@ class Backend:
         """Place casts in a graph, and have it compiled."""
         model = compiled_model()
         policy = self.policy if model is None else with_low_ends(model, as_named(model, self.policy))
+        if model is not None:
+            note_placed(model, str(self.policy))
         graph = read(module, policy, self._roots.path)
         costs = Costs(
             graph,

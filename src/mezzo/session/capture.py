@@ -51,6 +51,7 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
 
     A batch of another shape, dtype or structure, or with other plain values, is a real step without the graph, and is
     warned of once. What the graph reads must stay where it is: once an optimizer has loaded a state, capture again.
+    After ``amp.change(policy)`` three calls are real steps, and the next one is recorded anew.
 
     While it captures, no other thread may wait for a GPU, such as a loader that copies batches there ahead of time:
     torch refuses waits for the whole process while it looks for those of the train step. Where the session is not on a
@@ -140,7 +141,7 @@ class Captured(Generic[R]):
         self._recorded: _Recorded[R] | None = None
         self._rehearsed: dict[str, Any] | None = None  # what the last step without a graph had of the session
         self._observers: list[StepObserver] = []  # which own memory that the graph writes
-        self._calls, self._has_warned = 0, False
+        self._calls, self._has_warned, self._changes = 0, False, engine_of(amp).changes
         if graph is not None:
             raise_together(_problems(engine_of(amp)))
             optimizers: list[Any] = weights_of(amp).optimizers
@@ -167,6 +168,9 @@ class Captured(Generic[R]):
         engine.writes.require_whole()
         engine.account.check()
         _require_no_window(engine)
+        if self._changes != engine.changes:  # of the policy: what is computed is something else, at the same addresses
+            self._changes, self._calls, self._recorded, self._observers = engine.changes, 0, None, []
+            graph.clear()
         observers = [observer for observer in observing() if isinstance(observer, GraphObserver)]
         late = [observer for observer in observers if observer not in self._observers]
         if self._recorded is not None and late:
@@ -655,6 +659,13 @@ class CudaGraph:
                 raise
             finally:
                 torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
+
+    def clear(self) -> None:
+        """Drop what was recorded, and its memory, so that another run can be recorded."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()  # replays may still be running
+            self._graph.reset()
+            self._graph = torch.cuda.CUDAGraph()
 
     def replay(self) -> None:
         """Run the recorded kernels again, without waiting, on the values that their memory holds now."""

@@ -16,7 +16,7 @@ from mezzo.backward import runs_backward
 from mezzo.cast.mode import acting_modes
 from mezzo.cast.model.checks import Stored, is_alone, kept, lost_by
 from mezzo.cast.model.prepare import Preparation
-from mezzo.compiling import forget_compiled
+from mezzo.compiling import forget_compiled, placed_in
 from mezzo.errors import StateError, message, raise_together, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import one_pass
@@ -47,6 +47,13 @@ def change(engine: Engine, policy: Policy) -> None:
     weights = engine.weights
     if policy == weights.policy:
         return
+    if (placed := placed_in(weights.models)) is not None:
+        raise StateError(
+            "the model is compiled by a plan",
+            where=f"its casts are placed under {placed}",
+            why="they are in its graphs, whatever the session's policy is",
+            write="torch.compile(model, backend=mezzo.compile_backend(policy)) and a new session",
+        )
     sharded.reshard(weights.units)
     came_as: dict[Tensor, torch.dtype] = {}
     for prepared in weights.prepared:
@@ -195,9 +202,9 @@ def _put_back(state: dict[str, object], before: dict[str, object]) -> None:
 def _carry_scale(engine: Engine, config: LossScale, undo: ExitStack) -> None:
     """Keep a dynamic scale within the bounds of other rules; begin anew where there was none, or is none."""
     scaler, goes_on = engine.scaler, engine.scaler.config.mode == config.mode == "dynamic"
+    scaler.leave()
     if scaler.config == config:
         return
-    scaler.leave()
     engine.update()
     rows = engine.inner_scales.rows() if goes_on else []
     undo.callback(engine.account.reconfigure, scaler.config, float(scaler.state.scale))

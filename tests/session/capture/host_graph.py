@@ -40,6 +40,9 @@ class HostGraph:
             tape.undo()
             self.kernels = tape.kernels
 
+    def clear(self):
+        self.runs, self.kernels, self.replays = 0, [], 0
+
     def replay(self):
         self.replays += 1
         with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
