@@ -58,7 +58,7 @@ def test_what_is_one_policy_is_a_schedule_of_one_part(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    "value, words",
     [
         ("O1,bf16; O2,fp16", ("no part of", "write  O1,bf16@0; O2,fp16@900;", "or mezzo compare")),
         ("O1,bf16@0; O2,fp16", ("part 2: 'O2,fp16' has no step", "write  O2,fp16@0 for the first part")),

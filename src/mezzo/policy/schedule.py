@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Self
 
 import torch
@@ -62,7 +63,7 @@ class Schedule:
                 "also behind a rule on a module: low=linear@3@0",
                 write="; ".join(f"{policy}@{max(0, step - steps[0])}" for step, policy in self.parts),
             )
-        if fallen := [step for before, step in zip(steps, steps[1:], strict=False) if step <= before]:
+        if fallen := [step for before, step in pairwise(steps) if step <= before]:
             raise PolicyError(
                 f"step {fallen[0]} does not stand behind a smaller one",
                 where=text,
@@ -138,4 +139,3 @@ def _read(text: str) -> tuple[int, Policy]:
             write=f"{text}@0 for the first part, {text}@900 for one after 900 steps",
         )
     return int(match[2]), Policy.of(match[1].strip())
-
