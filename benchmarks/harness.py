@@ -146,6 +146,6 @@ def write_dated(folder: Path, name: str, result: dict[str, Any] | list[dict[str,
     first = result[0] if isinstance(result, list) else result
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}-{first['device']}-{first['date']}.json"
-    with files.whole(target) as file:
+    with files.atomic_file(target) as file:
         file.write((json.dumps(result, indent=1, ensure_ascii=False) + "\n").encode())
     return target

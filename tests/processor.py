@@ -18,7 +18,7 @@ def tell():
         device_type="cpu",
         name="a CPU as the tests are told",
         formats={
-            dtype: FormatSupport.alike("right", "", claim=Claim(has=features, words="as the tests are told"))
+            dtype: FormatSupport.same_for_all("right", "", claim=Claim(has=features, words="as the tests are told"))
             for dtype, features in has.items()
         },
     )

@@ -52,7 +52,7 @@ def test_what_was_compiled_is_found_again_and_whatever_is_another_is_compiled_fo
     run(SOURCE.replace("*=", "/="))
     monkeypatch.setenv("CXX", "g++ -DOTHER")
     as_another_process()
-    monkeypatch.setattr(compiled, "_asked", lambda command: "-march=another")
+    monkeypatch.setattr(compiled, "_compiler_identity", lambda command: "-march=another")
     as_another_process()
     assert len(compilations) == len(list(folder.iterdir())) == 4
 

@@ -76,16 +76,18 @@ def test_what_is_no_file_is_not_replaced_by_one(make, tmp_path):
     make(tmp_path / "there")
     before = os.stat(tmp_path / "there")
     with pytest.raises(FileExistsError, match=r"(?s)a file is to be written.*write  the path of a regular file"):
-        files.regular_or_new(tmp_path / "there")  # which whole() asks first: it is no test's to try that on a device
+        files.regular_or_new(
+            tmp_path / "there"
+        )  # which atomic_file() asks first: it is no test's to try that on a device
     after = os.stat(tmp_path / "there")
     assert (after.st_mode, after.st_ino, after.st_rdev) == (before.st_mode, before.st_ino, before.st_rdev)
 
 
 def test_an_error_in_the_block_leaves_the_old_file(tmp_path):
     path = tmp_path / "file"
-    with files.whole(path) as file:
+    with files.atomic_file(path) as file:
         file.write(b"old")
-    with pytest.raises(TypeError), files.whole(path) as file:
+    with pytest.raises(TypeError), files.atomic_file(path) as file:
         file.writelines([b"new" * 10_000, None])
     assert path.read_bytes() == b"old"
     assert sorted(os.listdir(tmp_path)) == ["file", "home"]
@@ -99,7 +101,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(file_type(descriptor)), fsync(descriptor)))
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
-    with files.whole(tmp_path / "file") as file:
+    with files.atomic_file(tmp_path / "file") as file:
         file.write(b"new")
     assert calls == ["file", "rename", "folder"]
 
@@ -109,7 +111,7 @@ def test_nobody_reads_more_of_a_file_while_it_is_written_than_when_it_is(mode, t
     path = tmp_path / "file"
     path.write_bytes(b"old")
     path.chmod(mode)
-    with files.whole(path) as file:
+    with files.atomic_file(path) as file:
         file.write(b"new")
         file.flush()
         (beside,) = tmp_path.glob(".file.*.partial")

@@ -60,7 +60,7 @@ def built(source: str) -> CppKernel:
     **Cost**: 0.2 s to a second, or a millisecond where it lies on disk.
     """
     command = _command()
-    key = "\0".join([source, shlex.join(command), _asked(tuple(command))])
+    key = "\0".join([source, shlex.join(command), _compiler_identity(tuple(command))])
     name = f"kernels/{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
     if (kernel := _kept(name)) is not None:
         return kernel
@@ -157,13 +157,13 @@ def _compiler() -> list[str]:
 
 
 @cache
-def _asked(command: tuple[str, ...]) -> str:
+def _compiler_identity(command: tuple[str, ...]) -> str:
     """Return the compiler's version and its meaning of ``native`` on this machine, in its own words."""
-    asked = _run([*command, "-###", "-x", "c++", "-E", "-"])
-    if asked.returncode or not asked.stderr:  # then what it runs on stands for what it makes of that
+    result = _run([*command, "-###", "-x", "c++", "-E", "-"])
+    if result.returncode or not result.stderr:  # then what it runs on stands for what it makes of that
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-    return asked.stderr
+    return result.stderr
 
 
 def _run(command: list[str], source: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -258,8 +258,8 @@ def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
     Raises:
         UnsupportedError: A module cannot be imported, or a package of the extra is older than mezzo asks for.
     """
-    asked = _asked(extra)
-    packages = " ".join(f'"{name}>={oldest}"' for name, oldest in asked.items())
+    oldest_versions = _oldest_versions(extra)
+    packages = " ".join(f'"{name}>={oldest}"' for name, oldest in oldest_versions.items())
     write = f"pip install {packages}" if packages else f'pip install ".[{extra}]", in a clone of mezzo'
     try:
         for module in modules:
@@ -267,11 +267,11 @@ def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
     except ImportError as error:
         reason = f"{why}, and there is {error}" if why else str(error)
         raise UnsupportedError(what, why=reason, write=write) from error
-    if old := ", ".join(_too_old(asked)):
+    if old := ", ".join(_too_old(oldest_versions)):
         raise UnsupportedError(what, why=f"there is {old}", write=write)
 
 
-def _asked(extra: str) -> dict[str, str]:
+def _oldest_versions(extra: str) -> dict[str, str]:
     """Return the oldest usable version of each package of an extra, by the installed metadata; {} without it."""
     try:
         lines = metadata.requires("mezzo") or []
@@ -281,9 +281,9 @@ def _asked(extra: str) -> dict[str, str]:
     return {match[1]: match[2] for match in matches if match}
 
 
-def _too_old(asked: Mapping[str, str]) -> Iterator[str]:
+def _too_old(oldest_versions: Mapping[str, str]) -> Iterator[str]:
     """Yield the packages that are too old; one that is installed under another name cannot be looked up."""
-    for name, oldest in asked.items():
+    for name, oldest in oldest_versions.items():
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -49,7 +49,7 @@ _KINDS: Final = {
 
 
 @contextlib.contextmanager
-def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Write a file that has its name only once it is complete and on the disk.
 
     Args:
@@ -63,18 +63,18 @@ def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             the block made of that error.
     """
     target, old = regular_or_new(path)
-    with _beside(target, 0o666 if old is None else 0o600) as file:
+    with _partial_file(target, 0o666 if old is None else 0o600) as file:
         yield file
         if old is not None and hasattr(os, "fchmod"):
             os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
 
 
 @contextlib.contextmanager
-def _beside(target: Path, mode: int) -> Iterator[IO[bytes]]:
+def _partial_file(target: Path, mode: int) -> Iterator[IO[bytes]]:
     """Create a file beside another, which takes its name when the block ends and the disk has it."""
     _remove_left(target.parent)
     with contextlib.ExitStack() as until_renamed:
-        beside, descriptor = _begun(target, mode)
+        partial, descriptor = _locked_partial(target, mode)
         if fcntl is not None:
             until_renamed.callback(os.close, os.dup(descriptor))  # which keeps the lock
         raw = _File(descriptor, target)
@@ -83,10 +83,10 @@ def _beside(target: Path, mode: int) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, target)
+            os.replace(partial, target)
         except BaseException as error:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(partial)
             if raw.fault is not None and raw.fault is not error and isinstance(error, Exception):
                 raise raw.fault from error  # what a serializer says of a failed write is no help
             if isinstance(error, OSError) and error.filename is None and error.errno is not None:
@@ -100,7 +100,7 @@ def _beside(target: Path, mode: int) -> Iterator[IO[bytes]]:
             os.close(above)
 
 
-def _begun(target: Path, mode: int) -> tuple[Path, int]:
+def _locked_partial(target: Path, mode: int) -> tuple[Path, int]:
     """Create a file beside another, locked for as long as this process has it open.
 
     A lock ends with its process, however that ends, and no other process can be taken for it. That a machine's name is
@@ -108,11 +108,11 @@ def _begun(target: Path, mode: int) -> tuple[Path, int]:
     """
     while True:
         name = ".".join((target.name[:_LONGEST_NAME], *_here(), secrets.token_hex(4)))
-        beside = target.with_name(f".{name}.partial")
-        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode)
+        partial = target.with_name(f".{name}.partial")
+        descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode)
         # Until it is locked, another process may take it for what a dead one has left.
-        if _lock(descriptor) is not False and beside.exists():
-            return beside, descriptor
+        if _lock(descriptor) is not False and partial.exists():
+            return partial, descriptor
         os.close(descriptor)
 
 
@@ -263,7 +263,7 @@ def keep(name: str, data: bytes) -> Path:
     folder.chmod(0o700)
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _beside(path, 0o600) as file:
+    with _partial_file(path, 0o600) as file:
         file.write(data)
     return path
 
@@ -338,5 +338,5 @@ def save_json(value: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    with whole(path) as file:
+    with atomic_file(path) as file:
         file.write(f"{json_text(value)}\n".encode())

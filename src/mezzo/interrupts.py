@@ -161,8 +161,8 @@ class Members(Generic[T]):
     def _change(self, changed: Callable[[tuple[T, ...]], tuple[T, ...]]) -> None:
         with self._changing:
             while True:
-                before = self.now
-                after = changed(before)
-                if self.now is before:  # no garbage that was collected meanwhile has changed them
-                    self.now = after
+                members = self.now
+                new_members = changed(members)
+                if self.now is members:  # no garbage that was collected meanwhile has changed them
+                    self.now = new_members
                     return

@@ -143,6 +143,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup._reset_sharded_params": "give shards another dtype",
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup._partial_reduce_output": "find gradients that wait to be reduced",
         f"{_FSDP}._fsdp_param.FSDPParam.sharded_param": "ask what fully_shard has sharded",
+        f"{_FSDP}._fsdp_param.FSDPParam.is_dtensor": "tell what tensor parallelism has cut besides",
         f"{_FSDP}._fsdp_param.FSDPParam.reset_sharded_param": "give shards another dtype",
         f"{_FSDP}._fsdp_param.FSDPParam._init_extensions": "have shards be gathered in another way",
         f"{_FSDP}._fsdp_param.FSDPParam._sharded_param_data": "have shards lie in other memory",
@@ -153,6 +154,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.distributed.tensor.DTensor._spec": "give a shard another dtype",
     },
     "distributed/exchange.py": {
+        "torch.distributed.distributed_c10d._get_default_store": "have ranks agree where one may not call",
         "torch.nn.parallel.DistributedDataParallel._active_ddp_module": "find the wrapper that reduces gradients",
         "torch.nn.parallel.DistributedDataParallel.require_backward_grad_sync": "tell whether a wrapper will reduce",
     },

@@ -205,6 +205,16 @@ def shards(model: nn.Module) -> list[Shard]:
     return params
 
 
+def cut_by_others(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that stay DTensors while their modules run: tensor parallelism has cut or copied them.
+
+    What ``fully_shard`` alone has cut is whole while its module runs.
+    """
+    distributed = {param for param in model.parameters() if is_distributed(param)}
+    params = (param for _, group in _groups(units(model)) for param in group.fsdp_params) if distributed else ()
+    return distributed - {param.sharded_param for param in params if not param.is_dtensor}
+
+
 def reshard(units: Iterable[Any]) -> None:
     """Free gathered parameters: a forward pass leaves those of the root gathered, for its backward pass."""
     for unit in units:

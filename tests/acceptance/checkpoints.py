@@ -115,7 +115,7 @@ def as_built(config, late):
     built = [[["first.weight"], ["second.weight"]]] if not config.apart else [[["first.weight"]], [["second.weight"]]]
     if not config.apart and (config.library, config.rule) != ("fused", "SGD"):
         built = [[["first.weight", "second.weight"]]]
-    if late is not None:
+    if late is not None and late < len(built):  # else an optimizer that was added later has it
         built[late].append(["late.weight"])
     return built
 

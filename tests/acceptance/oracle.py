@@ -6,7 +6,7 @@ says which values may come out, takes the one that did, and goes on from there. 
 
 import copy
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -35,10 +35,13 @@ class Scale:
     highest: float = 0.0
     #: The scale when a step was last accounted for.
     noted: float = 0.0
+    #: What it began at, by its rules.
+    first: float = 0.0
     #: For each step since the last move: whether it was skipped, and whether it leaves the scale as it is.
     outcomes: list = field(default_factory=list)
 
     def __post_init__(self):
+        self.first = self.first or self.now
         self.lowest = self.lowest or self.now
         self.highest = self.highest or self.now
         self.noted = self.noted or self.now
@@ -60,8 +63,27 @@ class Scale:
             self.now, self.clean = max(self.now / 2, self.floor), 0
             return
         self.clean += 1
-        if self.clean == self.interval:
+        if self.clean >= self.interval:
             self.now, self.clean = min(self.now * 2, self.ceiling), 0
+
+    def under(self, rules):
+        """This scale under other rules: a dynamic one goes on within their bounds, any other begins anew."""
+        if (self.mode, self.interval, self.ceiling, self.first) == (
+            rules.mode,
+            rules.interval,
+            rules.ceiling,
+            rules.first,
+        ):
+            return self
+        if self.mode == rules.mode == "dynamic":
+            scale = replace(self, interval=rules.interval, ceiling=rules.ceiling, first=rules.first, outcomes=[])
+            scale.now = max(min(self.now, rules.ceiling), rules.floor)
+        else:
+            scale = replace(rules, growths=self.growths, backoffs=self.backoffs, noted=self.noted)
+            scale.lowest, scale.highest = self.lowest, self.highest
+        if scale.now != scale.noted:
+            scale.noted = scale.lowest = scale.highest = scale.now
+        return scale
 
     def account(self):
         """A step is over: how the scale has moved since the one before."""

@@ -211,7 +211,7 @@ class Structure(Loop):
         if hooked == "accumulated" and self.oracle.owner(name) in groups and self.oracle.is_plain:
             (gradient,) = seen
             expected = self.oracle.owner(name).gradients[name]
-            assert np.array_equal(gradient, expected), f"a hook sees {gradient}, and not {expected}"
+            assert np.array_equal(gradient, expected, equal_nan=True), f"a hook sees {gradient}, and not {expected}"
 
     @needs("structure", "session")
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.config.level != "O3")

@@ -21,6 +21,7 @@ from mezzo.session.attach import attached_now
 
 from ..distributed.ranks import on_ranks
 from . import captured, planned, ranks, scalers  # noqa: F401 - more drivers
+from .changes import Changes
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
@@ -60,7 +61,7 @@ def ended():
         session.detach()
 
 
-class Sessions(Edits, Faults, Nested, Made, States, Methods, Threads, Structure):
+class Sessions(Edits, Faults, Nested, Made, States, Methods, Threads, Structure, Changes):
     """All rules together."""
 
 

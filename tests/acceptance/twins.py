@@ -46,6 +46,8 @@ class Twins(stateful.RuleBasedStateMachine):
     """
 
     tape, is_inside = None, False
+    #: How far weights may be off, by all dtypes that they have been stored in.
+    off = 0.0
 
     def record_tape(self, config, seed):
         """Record the calls from now on, if there is a twin to compare with.
@@ -53,6 +55,7 @@ class Twins(stateful.RuleBasedStateMachine):
         Moments that are rounded at random are rounded by where their weights stand among those of their kind.
         """
         plain, self.begun = replace(config, level="O1"), (replace(config, is_twin=True), seed)
+        self.off = OFF[config.dtype]
         has_twin = config.level == "O2" and DRIVERS[config.style].suited(plain) == plain
         if has_twin and config.state_dtype == "float32" and config.style not in ALONE:
             self.tape = []
@@ -72,7 +75,7 @@ class Twins(stateful.RuleBasedStateMachine):
         for function, args, kwargs, values in tape:
             function(twin, *args, **kwargs)
             twin.agrees()
-            assert_same(twin.values(), values, OFF[self.begun[0].dtype], function.__name__)
+            assert_same(twin.values(), values, self.off, function.__name__)
 
 
 def assert_same(twin, values, off, call):

@@ -455,7 +455,7 @@ def test_a_signal_at_any_line_of_a_backward_pass_leaves_nothing_behind(policy, d
     region, state = mezzo.autocast(policy), torch.is_autocast_enabled("cpu")
     with region:
         inside, around = torch.is_autocast_enabled("cpu"), _get_current_function_mode_stack()
-        shadows = [mode.shadows for mode in around]
+        shadows = [mode.num_inner_regions for mode in around]
         for line in itertools.count():
             leaf = torch.ones(2, requires_grad=True)
             loss, interrupt = (leaf * 2).sum(), Interrupt(line)
@@ -463,7 +463,7 @@ def test_a_signal_at_any_line_of_a_backward_pass_leaves_nothing_behind(policy, d
                 differentiates(region, leaf, loss)
             assert _get_current_function_mode_stack() == around, line
             assert torch.is_autocast_enabled("cpu") == inside, line
-            assert [mode.shadows for mode in around] == shadows, line
+            assert [mode.num_inner_regions for mode in around] == shadows, line
             if not interrupt.came:
                 break
     assert line > 5

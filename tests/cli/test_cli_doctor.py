@@ -30,7 +30,7 @@ CRASHING = DeviceReport(
                 "recurrent": FamilySupport(status="right", speed_ratio=1.5, detail="slowest: gru"),
             }
         ).claiming(HAS[torch.float16]),
-        torch.bfloat16: FormatSupport.alike(
+        torch.bfloat16: FormatSupport.same_for_all(
             "dead", "it was [killed] by SIGILL", speed_ratio=2.1, claim=HAS[torch.bfloat16], is_cured=True
         ),
     },
@@ -173,8 +173,9 @@ def test_each_family_has_a_row_which_says_what_is_done_about_it(capsys):
 
 def test_what_holds_for_all_families_is_said_once(capsys, monkeypatch):
     sm_75 = Claim(has=("sm_75",), words="it is sm_75")
-    formats = {torch.float16: FormatSupport.alike("right", "the device is made for it", claim=sm_75),
-               torch.bfloat16: FormatSupport.alike("unsupported", "torch only imitates it on this device")}  # fmt: skip
+    formats = {torch.float16: FormatSupport.same_for_all("right", "the device is made for it", claim=sm_75),
+               torch.bfloat16: FormatSupport.same_for_all(
+                   "unsupported", "torch only imitates it on this device")}  # fmt: skip
     made = DeviceReport(device_type="cpu", name="a GPU", formats=formats)
     monkeypatch.setattr(probing, "cpu_report", lambda *, refresh: made)
     first, second, *_ = run(capsys, "--quick")[1].splitlines()

@@ -5,7 +5,7 @@ from torch import nn
 
 from mezzo import Policy
 from mezzo.cast.model.checks import wanted_storage
-from mezzo.distributed.sharding import planned, wrapped
+from mezzo.distributed.sharding import modules_to_wrap, plan_units
 
 BF16, FP32 = torch.bfloat16, torch.float32
 O2 = Policy.O2("bfloat16")
@@ -36,12 +36,12 @@ class Net(nn.Module):
 
 
 def paths(model, wrap):
-    modules = wrapped(model, wrap)
+    modules = modules_to_wrap(model, wrap)
     return {path for path, module in model.named_modules() if module in modules}
 
 
 def plan(model, policy, wrap):
-    units = planned(model, wanted_storage(model, policy).plain, policy.param_dtype, wrapped(model, wrap))
+    units = plan_units(model, wanted_storage(model, policy).plain, policy.param_dtype, modules_to_wrap(model, wrap))
     return [(unit.path, unit.dtype) for unit in units]
 
 

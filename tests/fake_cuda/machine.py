@@ -28,7 +28,16 @@ from typing import Any
 __all__ = ["Graph", "Machine", "Record", "capturing", "plug_in"]
 
 #: Names of mezzo's kernels for a step's few shared numbers.
-SHARED = {"as_fused", "concluded", "counted", "decided", "found_with", "moved_on", "numbers_of_step", "vector"}
+SHARED = {
+    "as_fused",
+    "judge_step_numbers",
+    "counted",
+    "judge_numbers",
+    "found_with",
+    "moved_on",
+    "numbers_of_step",
+    "vector",
+}
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ FAULTS = (
          "number = float(value)", "tests/compat/test_refusals.py", "loss_scale=True would be a scale of 1"),
         ("apex: a second call of initialize begins another session", "    if _AMP.is_running:\n", "    if False:\n",
          "tests/compat/test_refusals.py", "the first session would go on beside it"),
-        ("apex: it is said of each loss", "            self.has_told = True\n", "            pass\n",
+        ("apex: it is said of each loss", "            self.has_warned = True\n", "            pass\n",
          "tests/compat/test_apex.py::test_several_losses_share_one_scale_and_it_is_said_once",
          "a warning in each iteration"),
         ("apex: casts go on in disable_casts", "stack.enter_context(torch.autocast(device_type, enabled=False))",

@@ -19,7 +19,7 @@ FAULTS = (
          f"{UNKNOWN}::test_rules_with_such_operations_are_the_same_program",
          "a view of a copy of one of several numbers would have no kernel"),
         ("kernels: bits are read as the number that they were",
-         "if (before.dtype, before.shape) != (after.dtype, after.shape):", "if before.shape != after.shape:",
+         "if (source.dtype, source.shape) != (result.dtype, result.shape):", "if source.shape != result.shape:",
          f"{UNKNOWN}::test_what_reads_the_bits_as_another_number_is_none_of_them", "halves would be numbers, not bits"),
         ("kernels: a negated view is not negated", "t.is_neg(), t.is_conj()", "t.is_conj()",
          f"{UNKNOWN}::test_views_of_other_elements_or_of_negated_ones_are_none_of_them", "the run would go the other way"),

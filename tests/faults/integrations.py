@@ -6,7 +6,7 @@ from .fault import in_file
 FAULTS = (
     *in_file("integrations/lightning.py",
         ("lightning: the loss is not scaled",
-         "scaled = engine_of(self._open()).scale(tensor) if self._converted else tensor", "scaled = tensor",
+         "scaled = engine_of(self._require_session()).scale(tensor) if self._converted else tensor", "scaled = tensor",
          "tests/integrations/test_lightning.py::test_gradients_are_plain_as_soon_as_a_pass_ends_and_clipped_so",
          "small FP16 gradients would be flushed to zero"),
         ("lightning: a checkpoint has no session",

@@ -191,7 +191,7 @@ FAULTS = (
          "            nested.insert(0, Rule(treatment, op=op))\n",
          "tests/numerics/test_tuning_search.py::test_pins_mean_exactly_what_is_chosen",
          "ops would be kept in FP32 that lose nothing"),
-        ("tune: what explain names is left to the gradients", "(*self.table.rules, *added)", "self.table.rules",
+        ("tune: what explain names is left to the gradients", "(*self.table.rules, *added_rules)", "self.table.rules",
          "tests/numerics/test_tune_named.py::test_what_explain_names_and_a_rule_cures_is_pinned",
          "a filter bank that does not train would run low, and no gradient would say so"),
         ("tune: what was found before the search is told after it",

@@ -12,7 +12,7 @@ FAULTS = (
         ("overflow: the loss is scaled in FP16", "return loss.float() if loss.dtype in LOW else loss", "return loss",
          "tests/overflow/test_search.py::test_a_loss_in_float16", "the search itself would overflow"),
         ("overflow: every origin is blamed at once",
-         "            not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in ends)\n",
+         "            not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in outputs)\n",
          "            True\n", "tests/overflow/test_search.py::test_what_leads_nowhere_and_outputs_of_every_kind",
          "masked logits that stand beside the loss would be called an overflow"),
         ("overflow: a scale below 1 cures float32", "is_cure = origin.dtype == torch.float16 or (lowered or 0) >= 1",

@@ -43,7 +43,7 @@ FAULTS = (
          "            try:\n                return cls.load(value) if os.path.isfile(value) else cls.parse(value)\n            except PolicyError:",
          "tests/policy/test_policy.py::test_a_policy_file_may_have_any_name",
          "a file named O1 would change what O1 means"),
-        ("policy: a path is told from a text by its level", 'texts.is_opening(value.partition(",")[0].strip())',
+        ("policy: a path is told from a text by its level", 'fields.is_opening(value.partition(",")[0].strip())',
          'value.partition(",")[0].strip() in ("O0", "O1", "O2", "O3")',
          "tests/policy/test_policy.py::test_words_that_people_type_for_a_policy",
          "a text with a wrong word would be looked for as a file"),

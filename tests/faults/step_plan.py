@@ -23,7 +23,7 @@ FAULTS = (
         ("plan: no pass of a plain loop, or by a scaler, asks whether it is current",
          "        self.replan()\n        windows, reached_ids = list", "        windows, reached_ids = list", TOLD,
          "new parameters would train on gradients that carry the scale"),
-        ("plan: what joins an open window keeps its gradient", "                carry_over(leaf, before.get(leaf), after.get(leaf))\n",
+        ("plan: what joins an open window keeps its gradient", "                carry_over(leaf, old_carried.get(leaf), new_carried.get(leaf))\n",
          "                pass\n", TOLD, "a gradient of before would be divided by a scale that it never had"),
     ),
     *in_file("session/session.py",

@@ -80,7 +80,7 @@ def test_no_clock_decides_a_plan(made, monkeypatch):
 def test_where_products_are_emulated_plans_are_the_same_on_every_processor(monkeypatch):
     plans, model, x = set(), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Softmax(-1)), torch.randn(4, 8)
     for has in ((), ("avx512_bf16",), ("avx512_bf16", "amx_bf16"), ("bf16",)):
-        formats = dict.fromkeys(FORMATS, FormatSupport.alike("right", "", claim=Claim(has=has, words="as told")))
+        formats = dict.fromkeys(FORMATS, FormatSupport.same_for_all("right", "", claim=Claim(has=has, words="as told")))
         monkeypatch.setitem(decide._reports, "cpu", DeviceReport(device_type="cpu", name="a CPU", formats=formats))
         plans.add(plan(model, x, policy="O1,bf16,emulate=true").to_json())
         native = plan(model, x, policy="O1,bf16,emulate=false")

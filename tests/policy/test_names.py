@@ -8,7 +8,7 @@ from torch import nn
 
 import mezzo
 from mezzo import Policy, PolicyError, Rule, numerics, overflow
-from mezzo.policy.rules import exact, matches, separated, split, written
+from mezzo.policy.rules import escaped, exact, matches, separated, split
 
 NAMES = [*"[cls] * ? a,b=c a+b x@y;z (p)# [,] ! ] [!c] [] [[]]".split(), "a b", "[a b]"]
 NAME = st.text(st.sampled_from("abc[]*?!,+=@;()# -^{}\\%\n\té"), min_size=1, max_size=8).filter(str.strip)
@@ -20,7 +20,7 @@ def test_a_text_writes_every_name(names, level):
     """The rule on a path matches that path alone, and survives the text and what a text splits."""
     for name in names:
         assert {other for other in (*names, "c", "a") if matches(other, exact(name))} == {name}
-        assert written(exact(name)) == exact(name)
+        assert escaped(exact(name)) == exact(name)
     rules = [Rule("fp32", module=exact(name)) for name in names]
     rules += [Rule("low", param=exact(f"{name}.weight")) for name in names]
     rules += [Rule("fp32_math", op="softmax", module=exact(name)) for name in names]

@@ -216,7 +216,7 @@ def test_what_a_living_process_or_another_machine_writes_stays(path, monkeypatch
     child = os.fork()
     if child == 0:
         try:
-            with files.whole(path) as file:
+            with files.atomic_file(path) as file:
                 torch.save(NEW, file)
                 file.flush()
                 os.write(begun[1], b".")
@@ -226,7 +226,7 @@ def test_what_a_living_process_or_another_machine_writes_stays(path, monkeypatch
     os.read(begun[0], 1)
     mezzo.save(path.parent / "other.pt", number=1)
     assert len(names(path)) == 5
-    with files.whole(path):  # of this process, too
+    with files.atomic_file(path):  # of this process, too
         mezzo.save(path.parent / "other.pt", number=2)
         assert len(names(path)) == 6
     os.write(go_on[1], b".")

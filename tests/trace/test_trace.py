@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.cast.casts import WeightCasts
-from mezzo.trace.function_calls import LOSS, around
+from mezzo.trace.function_calls import LOSS, doing_now
 from mezzo.trace.measure import Names, edges, has_literal, is_finite, needed, operands, range_of, widened
 from mezzo.trace.recording import KernelTeller, PassRecorder
 from mezzo.trace.sandbox import leaves_of, untouched
@@ -55,7 +55,7 @@ def test_each_kernel_belongs_to_the_module_that_runs_or_whose_backward_pass_runs
     ]  # fmt: skip
     assert table.modules_run == {"", "first", "body", "body.0", "body.1"}
     assert table.calls[0].line.rpartition(":")[0] == __file__
-    assert around() == ("other", ())
+    assert doing_now() == ("other", ())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 

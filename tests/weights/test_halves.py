@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from mezzo import MezzoError, NumericsError, UnsupportedError
 from mezzo.weights import Halves, decode, encode
-from mezzo.weights.models import restore, store
+from mezzo.weights.models import store, store_plainly
 
 from .values import BF16, FP16, LOW, low_of, numbers, on_grid, same
 
@@ -78,7 +78,7 @@ def test_a_parameter_stays_the_object_that_it_is_and_comes_back_bit_for_bit(dtyp
     assert calls == ["hook"]
     assert param.grad.dtype == torch.float32
     param.register_hook(lambda gradient: calls.append("later")).remove()
-    restore([param])
+    store_plainly([param])
     assert (type(param), id(param), param.note) == (nn.Parameter, before, "a program's")
     assert same(param.detach(), kept)
     param.sum().backward()

@@ -283,7 +283,7 @@ def _repeats(index: Any) -> bool:
 # Complex numbers, and what is written out ---------------------------------------------------------------
 
 
-def _makes_complex(args: Any, kwargs: Any) -> Instead | None:
+def _if_complex(args: Any, kwargs: Any) -> Instead | None:
     """A complex number beside a real tensor: in half the width hardly an op has a kernel."""
     if kwargs.get("out") is not None:
         return None  # what is written to a real tensor torch refuses
@@ -325,6 +325,6 @@ BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
     **{f"max_pool{dims}d_with_indices": _slides for dims in (1, 2, 3)},
     "unfold": _unfolds,
     **dict.fromkeys(("coalesce", "to_dense"), _adds_duplicates),
-    **dict.fromkeys(MAKES_COMPLEX, _makes_complex),
+    **dict.fromkeys(MAKES_COMPLEX, _if_complex),
     **dict.fromkeys(("batch_norm", "instance_norm"), _written_out),
 }

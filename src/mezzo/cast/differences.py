@@ -37,7 +37,7 @@ from mezzo.policy.ops import (
 from mezzo.policy.policy import Written
 
 
-def asks_in_place(index: int, args: Any, kwargs: Any) -> bool:
+def is_called_in_place(index: int, args: Any, kwargs: Any) -> bool:
     """Whether a call tells its function to write in place."""
     return bool(kwargs.get("inplace") or (len(args) > index and args[index]))
 
@@ -53,10 +53,10 @@ class Handler:
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
     rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
-    asks: bool = False  # whether a call's arguments are asked what it gets: where no rule decides
+    by_arguments: bool = False  # whether a call's arguments are asked what it gets: where no rule decides
     answers: tuple[Handler, ...] = ()  # how it is carried out, by what they say
     written: Written = "left"  # how it is carried out where it writes into tensors that keep their dtype
-    returning: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
+    out_of_place_form: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
     inplace: int | None = None  # the place of that argument, which tells a Python function to write in place
     reason: str = ""  # of a ban
 
@@ -90,11 +90,11 @@ def _directly(handler: Handler, dtype: torch.dtype) -> Direct | None:
     """Return how a function is carried out directly, if a handler asks for no more than that."""
     if handler.treatment not in ("low", "fp32") or handler != Handler(
         op=handler.op, treatment=handler.treatment, emulated=handler.emulated, rounds_to=handler.rounds_to,
-        asks=handler.asks, answers=handler.answers, written=handler.written, reason=handler.reason,
+        by_arguments=handler.by_arguments, answers=handler.answers, written=handler.written, reason=handler.reason,
     ):  # fmt: skip
         return None
-    ask = BY_ARGUMENTS[handler.op] if handler.asks else None
-    if "::" in handler.op or handler.op in INPUT_ONLY or (handler.asks and not isinstance(ask, AskProducts)):
+    ask = BY_ARGUMENTS[handler.op] if handler.by_arguments else None
+    if "::" in handler.op or handler.op in INPUT_ONLY or (handler.by_arguments and not isinstance(ask, AskProducts)):
         return None
     contracts = ask.contracts if isinstance(ask, AskProducts) else None
     target = dtype if handler.treatment == "low" else torch.float32
@@ -109,11 +109,11 @@ class Differences:
     device_type: str
     dtype: torch.dtype
     autocast: bool
-    gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
+    returns_compute_dtype: bool  # whether ops return it that read a parameter with a rule of its own
     emulated: frozenset[Family]  # the families of products that compute in FP32 from rounded operands
     handlers: Mapping[Callable[..., Any], Handler]
     direct: Mapping[Callable[..., Any], Direct | None]  # of eager code: what is not in it is left alone
-    asked: frozenset[str]  # the ops whose calls' arguments are asked what they get
+    ops_by_arguments: frozenset[str]  # the ops whose calls' arguments are asked what they get
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
     pins_buffers: bool  # whether one of the pinned tensors is no ``nn.Parameter``
@@ -142,14 +142,14 @@ class Differences:
 
     def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
         """Return what a call gets instead of its op's treatment, if its arguments say so."""
-        return BY_ARGUMENTS[op](args, kwargs) if op in self.asked else None
+        return BY_ARGUMENTS[op](args, kwargs) if op in self.ops_by_arguments else None
 
     def as_pinned(self, handler: Handler, treatment: Treatment) -> Handler:
         """Return how a function is carried out that reads a parameter under a rule on its products."""
         if handler.op not in QUANTISABLE:
             return handler
         recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
-        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False, answers=())
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, by_arguments=False, answers=())
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
@@ -163,7 +163,7 @@ class Differences:
 _AUTOCAST: Final = torch.autocast
 
 
-class Known(NamedTuple):
+class ParamFacts(NamedTuple):
     """What a region knows of the parameters of models.
 
     Attributes:
@@ -177,14 +177,14 @@ class Known(NamedTuple):
     pins_buffers: bool = False
 
 
-_OF_NONE: Final = Known()
+_OF_NONE: Final = ParamFacts()
 
 
 def find_differences(
     policy: Policy,
     device_type: str,
     module: str | None = None,
-    known: Known = _OF_NONE,
+    facts: ParamFacts = _OF_NONE,
 ) -> Differences:
     """Find the functions that a policy treats differently from torch on this device.
 
@@ -192,7 +192,7 @@ def find_differences(
         policy: The policy.
         device_type: The device.
         module: Path of the module whose region it is, for rules that name one.
-        known: What is known of the parameters of models.
+        facts: What is known of the parameters of models.
 
     Raises:
         UnsupportedError: The device has no such arithmetic and ``emulate=False``.
@@ -202,54 +202,55 @@ def find_differences(
     emulated = emulated_families(policy.dtype, device_type, policy.emulate)
     differences = _find(policy, device_type, module, emulated, tuple(rule.reason for rule in policy.rules))
     # Parameters come and go (torch.func.functional_call brings others for one call): such ones are not kept.
-    if not known.pinned and not known.memories:
+    if not facts.pinned and not facts.memories:
         return differences
-    key = f"{differences.key} with {tuple(known.pinned.items())} and {[id(memory) for memory in known.memories]}"
-    return dataclasses.replace(differences, **known._asdict(), key=key)
+    key = f"{differences.key} with {tuple(facts.pinned.items())} and {[id(memory) for memory in facts.memories]}"
+    return dataclasses.replace(differences, **facts._asdict(), key=key)
 
 
 @functools.lru_cache(maxsize=256)
 def _find(
-    policy: Policy, device_type: str, module: str | None, emulated: frozenset[Family], _why: tuple[str, ...]
+    policy: Policy,
+    device_type: str,
+    module: str | None,
+    emulated: frozenset[Family],
+    _reasons: tuple[str, ...],  # in the cache key alone: equal policies may differ in them, and a ban says its own
 ) -> Differences:
-    """Find them; reasons take no part in comparing policies, but a ban says its own."""
-    whole = policy.module_rule(module or "")
-    is_island = whole is not None and whole.treatment == "fp32"
+    """Find them, but for what is known of the parameters of models."""
+    module_rule = policy.module_rule(module or "")
+    is_island = module_rule is not None and module_rule.treatment == "fp32"
     native_autocast = policy.casts and not is_island
     ops = [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
-    differing, alike, every = dict[str, Handler](), dict[str, Handler](), dict[str, Handler]()
+    by_op, differing, same_as_torch = dict[str, Handler](), dict[str, Handler](), dict[str, Handler]()
     for op in dict.fromkeys(ops):
         handler, differs = _treated(
             op, policy, device_type, module, emulated=emulated, autocasts=native_autocast, is_island=is_island
         )
-        every[op] = handler
+        by_op[op] = handler
         if differs:
             differing[op] = handler
-        elif handler.treatment == "low" or handler.asks:
-            alike[op] = handler
+        elif handler.treatment == "low" or handler.by_arguments:
+            same_as_torch[op] = handler
     if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
-        differing.update({op: every[op] for op in QUANTISABLE})
+        differing.update({op: by_op[op] for op in QUANTISABLE})
         for rule in policy.rules:
             if rule.param is not None and rule.treatment in QUANTISED:  # it may find that the device lacks them
                 recipe_on(device_type, policy, rule.treatment, emulated="products" in emulated)
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
-        differing.update(alike)
+        differing.update(same_as_torch)
     handlers = {
         function: handler
         for op, handler in differing.items()
-        for function in (callables if handler.asks and op in VIEWS else functions)(op)
+        for function in (callables if handler.by_arguments and op in VIEWS else functions)(op)
     }
     if differing:
-        for op, handler in every.items():
-            if handler.written != "left" or handler.emulated:
-                asks = handler.asks and op not in MAKES_COMPLEX  # no complex number is written into a real tensor
-                for function, returning in in_place_forms(op).items():
-                    handlers[function] = dataclasses.replace(handler, returning=returning, asks=asks)
-                for function in handlers.keys() & INPLACE.keys() & {*functions(op)}:
-                    handlers[function] = dataclasses.replace(handler, inplace=INPLACE[function])
+        _add_in_place_forms(handlers, by_op)
+        # Torch casts the value only where no tensor indexes; the portable lists cast it always.
         if native_autocast and policy.lists == "portable":
-            handlers[Tensor.__setitem__] = _SETS_ITEMS
-    handlers = {function: _with_answers(handler) if handler.asks else handler for function, handler in handlers.items()}
+            handlers[Tensor.__setitem__] = _SET_ITEM_HANDLER
+    handlers = {
+        function: _with_answers(handler) if handler.by_arguments else handler for function, handler in handlers.items()
+    }
 
     @functools.cache
     def of_library(name: str) -> Handler | None:
@@ -258,19 +259,31 @@ def _find(
         )
         return handler if differs else None
 
-    opened = _concerned(handlers)
+    opened = _functions_to_open(handlers)
     direct = {function: _directly(handler, policy.dtype) for function, handler in handlers.items()}
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
-        gives_back=not policy.casts and not is_island, handlers=handlers, opened=opened,
+        returns_compute_dtype=not policy.casts and not is_island, handlers=handlers, opened=opened,
         direct={**dict.fromkeys((*opened, *DIFFERENTIATE)), **direct},
-        asked=frozenset(handler.op for handler in handlers.values() if handler.asks),
+        ops_by_arguments=frozenset(handler.op for handler in handlers.values() if handler.by_arguments),
         pinned={}, pins_buffers=False, memories=(), of_library=of_library,
         names_libraries=any("::" in rule.op for rule in policy.rules if rule.op is not None),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
     return differences
+
+
+def _add_in_place_forms(handlers: dict[Callable[..., Any], Handler], by_op: Mapping[str, Handler]) -> None:
+    """Add how functions that write in place are carried out, where what they write is another number than torch's."""
+    for op, handler in by_op.items():
+        if handler.written == "left" and not handler.emulated:
+            continue
+        by_arguments = handler.by_arguments and op not in MAKES_COMPLEX  # a real tensor takes no complex number
+        for function, form in in_place_forms(op).items():
+            handlers[function] = dataclasses.replace(handler, out_of_place_form=form, by_arguments=by_arguments)
+        for function in handlers.keys() & INPLACE.keys() & {*functions(op)}:
+            handlers[function] = dataclasses.replace(handler, inplace=INPLACE[function])
 
 
 def _treated(
@@ -305,7 +318,7 @@ def _treated(
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
         if op in REACHED and torch_does == "native":
             # Torch, too, casts at the products that an equation reaches.
-            return Handler(op=op, treatment="low", emulated=True, asks=op == "einsum"), True
+            return Handler(op=op, treatment="low", emulated=True, by_arguments=op == "einsum"), True
     by_emulation = is_emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
@@ -317,13 +330,13 @@ def _treated(
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
     # Where torch's own lists hold, or nothing is cast, no argument changes that.
-    asks = autocasts and not is_ruled and policy.lists == "portable" and op in BY_ARGUMENTS
-    asks &= op not in MAKES_COMPLEX or policy.dtype.to_complex() != torch.complex64
+    by_arguments = autocasts and not is_ruled and policy.lists == "portable" and op in BY_ARGUMENTS
+    by_arguments &= op not in MAKES_COMPLEX or policy.dtype.to_complex() != torch.complex64
     is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
     rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
     written = policy.written(op, decision, device_type) if autocasts or is_ruled else "left"
     return Handler(
-        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, asks=asks,
+        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, by_arguments=by_arguments,
         written=written, reason=reason,
     ), differs  # fmt: skip
 
@@ -342,7 +355,7 @@ def _with_answers(handler: Handler) -> Handler:
 
 
 #: How ``x[index] = value`` is carried out: its value takes the dtype of ``x``.
-_SETS_ITEMS: Final = Handler(op="index_put", treatment="promote", written="follows")
+_SET_ITEM_HANDLER: Final = Handler(op="index_put", treatment="promote", written="follows")
 
 
 @constant_in_graphs
@@ -355,14 +368,14 @@ def in_place_form(function: Callable[..., Any], treatment: Treatment) -> Handler
         treatment: The rule's.
     """
     if function is Tensor.__setitem__:
-        return _SETS_ITEMS
+        return _SET_ITEM_HANDLER
     name = getattr(function, "__name__", "").partition(".")[0]
     op = out_of_place(name) if is_in_place(name) else None
     if op is None or not (forms := in_place_forms(op) if op in OPS else {}):
-        return Handler(op=name, treatment="native", returning=function) if is_in_place(name) else None
-    returning = forms.get(function, next(iter(forms.values())))
+        return Handler(op=name, treatment="native", out_of_place_form=function) if is_in_place(name) else None
+    out_of_place_form = forms.get(function, next(iter(forms.values())))
     written: Written = "follows" if op in MOVES else "treated"
-    return Handler(op=op, treatment=treatment, written=written, returning=returning)
+    return Handler(op=op, treatment=treatment, written=written, out_of_place_form=out_of_place_form)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -387,30 +400,30 @@ class Traced(NamedTuple):
     autocast: bool
     handler: Handler | None
     opened: str  # its name in OPENED_BY_NAME, or nothing
-    returning: Callable[..., Any] | None  # the handler's: torch 2.11 reads no function of a dataclass
+    out_of_place_form: Callable[..., Any] | None  # the handler's: torch 2.11 reads no function of a dataclass
 
 
 #: The differences that a mode was made for, by key: what torch.compile asks for while it traces.
-_KNOWN: Final[dict[str, Differences]] = {}
+_BY_KEY: Final[dict[str, Differences]] = {}
 
 
 def remember(differences: Differences) -> str:
     """Make differences known to :func:`traced`, and return their key."""
     if (
-        differences.key not in _KNOWN
+        differences.key not in _BY_KEY
     ):  # setdefault would have compiled code guard the whole dict, and compile anew as it grows
-        _KNOWN[differences.key] = differences
+        _BY_KEY[differences.key] = differences
     return differences.key
 
 
 @constant_in_graphs
 def traced(key: str, function: Callable[..., Any]) -> Traced:
     """Return a function's handler in differences, as a constant of the graph: their key alone is guarded."""
-    differences = _KNOWN[key]
+    differences = _BY_KEY[key]
     opened = _name(differences.opened.get(function))
     handler = differences.handler(function)
-    returning = None if handler is None else handler.returning
-    return Traced(differences.dtype, differences.device_type, differences.autocast, handler, opened, returning)
+    out_of_place_form = None if handler is None else handler.out_of_place_form
+    return Traced(differences.dtype, differences.device_type, differences.autocast, handler, opened, out_of_place_form)
 
 
 def open_function(function: types.FunctionType) -> Callable[..., Any]:
@@ -435,7 +448,7 @@ def _never(*_: Any) -> bool:
     return False
 
 
-def _concerned(handlers: Mapping[Any, Handler]) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+def _functions_to_open(handlers: Mapping[Any, Handler]) -> Mapping[Callable[..., Any], Callable[..., Any]]:
     """Pick the functions to open: those that call a handled op, directly or through another of them."""
     names = {handler.op for handler in handlers.values()}
     opened: dict[Callable[..., Any], Callable[..., Any]] = {}

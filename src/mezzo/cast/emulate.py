@@ -359,11 +359,11 @@ def _in_steps(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def _result_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype]:
     """Return arguments without ``out_dtype``, and the dtype to round to: that one, or else the operands'."""
-    asked = [value for value in (*args, kwargs.get("out_dtype")) if isinstance(value, torch.dtype)]
-    if not asked:
+    out_dtypes = [value for value in (*args, kwargs.get("out_dtype")) if isinstance(value, torch.dtype)]
+    if not out_dtypes:
         return args, kwargs, next(x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW)
     options = {name: value for name, value in kwargs.items() if name != "out_dtype"}
-    return tuple(value for value in args if not isinstance(value, torch.dtype)), options, asked[0]
+    return tuple(value for value in args if not isinstance(value, torch.dtype)), options, out_dtypes[0]
 
 
 def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwargs: Any) -> Any:

@@ -59,22 +59,22 @@ def read(equation: str, dims: tuple[int, ...]) -> Equation | None:
 @functools.lru_cache(maxsize=1024)
 def _read(equation: str, dims: tuple[int, ...]) -> Equation | None:
     left, arrow, output = equation.replace(" ", "").partition("->")
-    bare = [term.replace("...", "", 1) for term in left.split(",")]
-    hidden = [number - len(term) for number, term in zip(dims, bare, strict=False)]
+    terms = [term.replace("...", "", 1) for term in left.split(",")]
+    hidden = [number - len(term) for number, term in zip(dims, terms, strict=False)]
     free = [letter for letter in _LETTERS if letter not in equation]
-    if len(bare) != len(dims) or min(hidden) < 0 or max(hidden) > len(free) or not "".join((*bare, "i")).isalpha():
+    if len(terms) != len(dims) or min(hidden) < 0 or max(hidden) > len(free) or not "".join((*terms, "i")).isalpha():
         return None
-    stands = "".join(free[: max(hidden)])
+    hidden_letters = "".join(free[: max(hidden)])
     inputs = [
-        term.replace("...", stands[len(stands) - number :])
+        term.replace("...", hidden_letters[len(hidden_letters) - number :])
         for term, number in zip(left.split(","), hidden, strict=True)
     ]
     if any(len(term) != number for term, number in zip(inputs, dims, strict=True)):
         return None
     if not arrow:
-        every = "".join(bare)
-        output = "..." + "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
-    output = output.replace("...", stands)
+        letters = "".join(terms)
+        output = "..." + "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    output = output.replace("...", hidden_letters)
     summed = [letter for letter in dict.fromkeys("".join(inputs)) if letter not in output]
     # For each summed letter the operands that have it, and the dimension in each.
     indices = [tuple((i, term.index(letter)) for i, term in enumerate(inputs) if letter in term) for letter in summed]

@@ -20,12 +20,14 @@ from mezzo.tensors import LOW, dtype_name, mapped, tensors
 
 #: How torch, and those who write operators for it, say that there is no kernel for a dtype; and what they say of
 #: arguments that do not go together, or are to be integers.
-_WORDS: Final = re.compile(r"not implemented for|not supported|nsupported dtype|but (got|found)")
-_OTHERS: Final = re.compile(r"same (dtype|type|scalar type)|xpected (scalar type|dtype|object of)|\b(Long|Int)\b")
+_SAYS_NO_KERNEL: Final = re.compile(r"not implemented for|not supported|nsupported dtype|but (got|found)")
+_SAYS_MISMATCH: Final = re.compile(
+    r"same (dtype|type|scalar type)|xpected (scalar type|dtype|object of)|\b(Long|Int)\b"
+)
 #: What an error says that may be about dtypes.
-_TYPES: Final = re.compile(r"[Dd]type|[Ss]calar ?[Tt]ype|types other|[Ff]loat|[Hh]alf|[Pp]recision")
+_MENTIONS_DTYPE: Final = re.compile(r"[Dd]type|[Ss]calar ?[Tt]ype|types other|[Ff]loat|[Hh]alf|[Pp]recision")
 #: How they write these dtypes.
-_CALLED: Final = {
+_DTYPE_WORDS: Final = {
     torch.float16: ("Half", "float16"),
     torch.bfloat16: ("BFloat16", "bfloat16"),
     torch.float32: ("Float", "float32"),
@@ -35,17 +37,19 @@ LOW_COMPLEX: Final = frozenset(dtype.to_complex() for dtype in LOW) - {torch.com
 #: The dtypes that replace those of 16 bits where an op has no kernel for them.
 _WIDE: Final = {**dict.fromkeys(LOW, torch.float32), **dict.fromkeys(LOW_COMPLEX, torch.complex64)}
 #: What is not called a second time with other tensors: it returns their memory, or does something to them.
-_ONCE: Final = VIEWS | {"__set__", "__setitem__", "__delitem__", "set_", "resize_", "resize_as_", "swap_tensors"}
+_NEVER_RERUN: Final = VIEWS | {"__set__", "__setitem__", "__delitem__", "set_", "resize_", "resize_as_", "swap_tensors"}
 
 
-def lacks(error: RuntimeError, dtypes: Iterable[torch.dtype]) -> bool:
+def says_no_kernel(error: RuntimeError, dtypes: Iterable[torch.dtype]) -> bool:
     """Whether an error says that there is no kernel for one of some dtypes."""
     text = str(error)
-    is_said = _WORDS.search(text) and not _OTHERS.search(text) and not isinstance(error, UnsupportedError)
-    return bool(is_said) and any(word in text for dtype in dtypes for word in _CALLED.get(dtype, ()))
+    is_about_kernels = (
+        _SAYS_NO_KERNEL.search(text) and not _SAYS_MISMATCH.search(text) and not isinstance(error, UnsupportedError)
+    )
+    return bool(is_about_kernels) and any(word in text for dtype in dtypes for word in _DTYPE_WORDS.get(dtype, ()))
 
 
-def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device_type: str) -> Any:
+def retry_in_fp32(error: RuntimeError, function: Any, args: Any, kwargs: Any, device_type: str) -> Any:
     """Run a function in FP32 that raises for the 16 bits that it was given.
 
     Whether these are the reason is found by trying: errors have many words. torch asks for a kernel before it writes or
@@ -64,7 +68,12 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
     """
     low_dtypes = {x.dtype for x in tensors((args, kwargs)) if x.dtype in _WIDE}
     name = getattr(function, "__name__", "")
-    if not low_dtypes or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
+    if (
+        not low_dtypes
+        or name in _NEVER_RERUN
+        or isinstance(error, UnsupportedError)
+        or not _MENTIONS_DTYPE.search(str(error))
+    ):
         raise error
     writes = (name.endswith("_") and not name.endswith("__")) or is_in_place(name) or bool(kwargs.get("inplace"))
     if writes and "without overflow" in str(error):
@@ -76,18 +85,18 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
                 out = during("widened", function, functools.partial(function, *wide_args, **wide_kwargs))
             else:
                 out = function(*wide_args, **wide_kwargs)
-    except RuntimeError as further:
-        if lacks(further, [torch.float32]):
+    except RuntimeError as fp32_error:
+        if says_no_kernel(fp32_error, [torch.float32]):
             raise no_kernel(name_of(function), (*low_dtypes, torch.float32), error, device_type) from error
-        raise (further if lacks(error, low_dtypes) else error) from None
-    into = kwargs.get("out"), wide_kwargs.get("out")
+        raise (fp32_error if says_no_kernel(error, low_dtypes) else error) from None
+    written, computed = kwargs.get("out"), wide_kwargs.get("out")
     if writes:
-        into = args[0], wide_args[0]
-    if into[0] is None:
+        written, computed = args[0], wide_args[0]
+    if written is None:
         write_back(function, (args, kwargs), (wide_args, wide_kwargs))
         return out
-    _copy(*into)
-    return into[0] if out is not None else None
+    _copy(written, computed)
+    return written if out is not None else None
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -96,8 +105,8 @@ def _widened(x: Tensor) -> Tensor:
     return cast(Tensor, during("cast", wide, x.to, wide)) if WATCHERS else x.to(wide)
 
 
-def _copy(target: Any, written: Any) -> None:
-    for old, new in zip(tensors([target]), tensors([written]), strict=True):
+def _copy(target: Any, computed: Any) -> None:
+    for old, new in zip(tensors([target]), tensors([computed]), strict=True):
         if old is not new:
             if old.shape != new.shape:  # as out= does
                 old.resize_(new.shape)
@@ -112,13 +121,15 @@ def write_back(function: Any, original: tuple[Any, Any], run_with: tuple[Any, An
         original: The program's arguments, and those with names.
         run_with: The casts of these that the operator was run with.
     """
-    for index, name in _written(function) if isinstance(function, OpOverload | OpOverloadPacket) else ():
-        before, after = (args[index] if index < len(args) else named.get(name) for args, named in (original, run_with))
-        _copy(before, after)
+    for index, name in _written_arguments(function) if isinstance(function, OpOverload | OpOverloadPacket) else ():
+        argument, cast_argument = (
+            args[index] if index < len(args) else named.get(name) for args, named in (original, run_with)
+        )
+        _copy(argument, cast_argument)
 
 
 @functools.lru_cache(maxsize=1024)
-def _written(operator: Any) -> tuple[tuple[int, str], ...]:
+def _written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
     """List the arguments that an operator writes to: where they stand, and their names."""
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, x) for x in operator.overloads()]
     return tuple(
@@ -138,12 +149,12 @@ def no_kernel(op: str, dtypes: Iterable[torch.dtype], error: RuntimeError, devic
         device_type: The device.
     """
     dtypes = [*dict.fromkeys(dtypes)]
-    would = "operands of a dtype that it has a kernel for, integers or x.double(), which nothing casts"
+    cure = "operands of a dtype that it has a kernel for, integers or x.double(), which nothing casts"
     refusal = UnsupportedError(
         f"{op} has no kernel in {' or '.join(map(dtype_name, dtypes))}",
         where=f"op {op}, device {device_type}, in a mezzo.autocast region",
         why=str(error).splitlines()[0],
-        write=f"{would}; no rule helps, not {both(f'fp32={op}')}"
+        write=f"{cure}; no rule helps, not {both(f'fp32={op}')}"
         if torch.float32 in dtypes
         else f"{both(f'fp32_math={op}')}: FP32 inside, low out; or {both(f'fp32={op}')}",
     )

@@ -110,13 +110,13 @@ LISTENING: Final[Members[Callable[[Tensor], ProductListener | None]]] = Members(
 
 
 @contextmanager
-def listening(asked: Callable[[Tensor], ProductListener | None]) -> Iterator[None]:
+def listening(listener_of: Callable[[Tensor], ProductListener | None]) -> Iterator[None]:
     """Register, inside the block, a function that returns the listener of a weight's products, or ``None``."""
-    LISTENING.add(asked)
+    LISTENING.add(listener_of)
     try:
         yield
     finally:
-        LISTENING.remove(asked)
+        LISTENING.remove(listener_of)
 
 
 def listeners(weight: Tensor) -> list[ProductListener]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mezzo.cast.casts import WeightCasts
 from mezzo.cast.device import FAMILIES, KNOWN_DEVICE_TYPES, default_device_types
-from mezzo.cast.differences import Differences, Known, find_differences, open_function
+from mezzo.cast.differences import Differences, ParamFacts, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import (
     OPENED_BACKWARD,
@@ -133,16 +133,16 @@ class Region:
     caches: bool | None = None
 
     @classmethod
-    def inside(cls, policy: Policy, module: str, known: Known, device_types: tuple[str, ...]) -> Region:
+    def inside(cls, policy: Policy, module: str, facts: ParamFacts, device_types: tuple[str, ...]) -> Region:
         """Make the region of one module of a prepared model.
 
         Args:
             policy: The model's policy.
             module: Path of the module, for rules that name one.
-            known: What is known of the model's parameters.
+            facts: What is known of the model's parameters.
             device_types: The devices to cover.
         """
-        per_device = tuple([find_differences(policy, device_type, module, known) for device_type in device_types])
+        per_device = tuple([find_differences(policy, device_type, module, facts) for device_type in device_types])
         return cls(policy=policy, per_device=per_device)
 
     @property

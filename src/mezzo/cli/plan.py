@@ -36,7 +36,7 @@ from mezzo.cli.app import (
 )  # fmt: skip
 from mezzo.cli.explain import explain_script
 from mezzo.errors import PolicyError, require_extra
-from mezzo.files import save_json, whole
+from mezzo.files import atomic_file, save_json
 from mezzo.plan import Plan
 from mezzo.plan import plan as plan_of
 from mezzo.plan.planned import headline, picture
@@ -126,12 +126,12 @@ def _write(folder: Path, program: Program, rehearsed: Rehearsed[Plan], code: int
     for number, planned in enumerate(rehearsed.results, 1):
         name = f"plan-{number}" if len(rehearsed.results) > 1 else "plan"
         save_json(planned.to_dict(), folder / f"{name}.json")
-        with whole(folder / f"{name}.dot") as file:
+        with atomic_file(folder / f"{name}.dot") as file:
             file.write(planned.dot().encode())
         if (draw := shutil.which("dot")) is not None:
             subprocess.run([draw, "-Tsvg", "-o", folder / f"{name}.svg", folder / f"{name}.dot"], check=False)
         else:
-            with whole(folder / f"{name}.txt") as file:
+            with atomic_file(folder / f"{name}.txt") as file:
                 file.write(picture(planned).encode())
         models.append({"file": f"{name}.json", "model": planned.model, "headline": headline(planned)})
     summary = {"program": program.name, "models": models, "left_alone": rehearsed.left_alone, "exit_code": code}

@@ -91,37 +91,38 @@ def run(
     if dry:
         explain_script(program, chosen.policies, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
     is_first = os.environ.get("RANK", "0") == "0"
-    with contextlib.ExitStack() as around:
-        lines = None
+    with contextlib.ExitStack() as stack:
+        metrics_file = None
         if out is not None and is_first:
             free_folder(out, overwrite)
             (out / SUMMARY).unlink(missing_ok=True)
-            lines = around.enter_context((out / METRICS).open("w", buffering=1, encoding="utf-8"))
+            metrics_file = stack.enter_context((out / METRICS).open("w", buffering=1, encoding="utf-8"))
 
         def write(record: StepRecord) -> None:
-            assert lines is not None
-            lines.write(record.line)
+            assert metrics_file is not None
+            metrics_file.write(record.line)
 
-        around.enter_context(contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext())
-        around.enter_context(closing_open_line())
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext())
+        stack.enter_context(closing_open_line())
         operands = OperandLog(*chosen.policies)
-        ended = script.run(
+        result = script.run(
             program,
             chosen,
             max_grad_norm=max_grad_norm,
             hold_schedulers=hold_schedulers,
             steps=steps,
-            on_step=None if lines is None else write,
-            around=None if lines is None else operands.around,
+            on_step=None if metrics_file is None else write,
+            around=None if metrics_file is None else operands.around,
         )
-    code = script_exit_code(program, ended.error)
+    code = script_exit_code(program, result.error)
     if is_first:
-        document = ended.report.to_dict() | {"operands": operands.losses, "exit_code": code}  # whatever alarms
+        # The exit code of the script, also where the report's alarm makes this command's own another one.
+        document = result.report.to_dict() | {"operands": operands.losses, "exit_code": code}
         if as_json:
             show_json(document)
         else:
-            for line in ended.report.lines:
+            for line in result.report.lines:
                 note(printable(line))
         if out is not None:
             save_json(document, out / SUMMARY)
-    raise typer.Exit(code or (ALERT if ended.report.alarm else 0))
+    raise typer.Exit(code or (ALERT if result.report.alarm else 0))

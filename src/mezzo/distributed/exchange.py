@@ -9,9 +9,12 @@ nothing. The second part is what a session does beside ``DistributedDataParallel
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -26,8 +29,14 @@ from mezzo.hooks import OwnHook
 from mezzo.releases import require_all
 from mezzo.sharded import is_distributed
 
+#: For how many seconds a rank waits for what the others have to say of a vote.
+VOTE_SECONDS = 300.0
 #: Squared norms above this are infinite in FP32, in which each tensor's own sum is.
 _LARGEST: Final = torch.finfo(torch.float32).max
+
+
+#: By the name of a group: numbers of the sessions that step in it, the same on all its ranks.
+_SESSIONS: Final[defaultdict[str, Iterator[int]]] = defaultdict(count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +75,8 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
         self.shards = Shards()
+        self._name = f"{group.group_name}/{next(_SESSIONS[group.group_name])}"
+        self._votes: Counter[str] = Counter()
         self._has_summed = False
         self._heard: BaseException | None = None
         self.is_behind = False
@@ -175,8 +186,8 @@ class Ranks:
         for group, indices in shards.groups.items():
             part = torch.stack([squares[index] for index in indices])
             self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")
-            for index, whole in zip(indices, part.unbind(), strict=True):
-                squares[index] = whole
+            for index, total in zip(indices, part.unbind(), strict=True):
+                squares[index] = total
         sums = torch.stack(squares)
         wholes = sums.masked_fill(sums > _LARGEST, torch.inf).sqrt().float().unbind()
         for index, number in at.items():
@@ -274,6 +285,60 @@ class Ranks:
         )
         return error
 
+    # Votes between two steps ------------------------------------------------------------------------------
+
+    def vote(self, call: str, word: str, problem: BaseException | None, *, step: int) -> None:
+        """Return if all ranks make a call with the same word, and none has a problem; else raise, on all of them.
+
+        No collective is made, to which a rank that does not call would answer with another one: votes go through the
+        store of ``torch.distributed``, and a rank that waits in vain raises, with all that come later.
+
+        Args:
+            call: What is voted on, the same on all ranks.
+            word: What it is called with.
+            problem: What this rank would raise; it is raised here.
+            step: How many steps were taken.
+
+        Raises:
+            DistributedError: Another rank has a problem, or another word, or has not called in time.
+
+        **Cost**: some round trips to the store; nothing on a device.
+        """
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store, at = _get_default_store(), f"mezzo/{self._name}/{call}/{step}"
+        key = f"{at}/{self._votes[at]}"
+        self._votes[at] += 1
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        why = (str(problem) or type(problem).__name__).splitlines()[0]
+        store.set(keys[self.rank], f"yes {word}" if problem is None else f"no {why}")
+        if problem is not None:
+            store.compare_set(key, "", "stop")
+            raise problem
+        with suppress(RuntimeError):
+            store.wait(keys, timedelta(seconds=VOTE_SECONDS))
+        votes = [store.get(it).decode() if store.check([it]) else "" for it in keys]
+        is_alike = set(votes) == {f"yes {word}"}
+        is_made = store.compare_set(key, "", "go" if is_alike else "stop").decode() == "go"  # by who is first
+        if is_alike and is_made:
+            return
+        missing = [f"rank {rank}" for rank, vote in enumerate(votes) if not vote]
+        refusing = [f"rank {rank}: {vote[3:]}" for rank, vote in enumerate(votes) if vote.startswith("no ")]
+        if refusing:
+            problem_text, where = f"another rank cannot carry out {call}", some_of(refusing)
+        elif missing or is_alike:
+            problem_text = f"not all ranks have called {call} within {VOTE_SECONDS:g} s"
+            where = some_of(missing or [f"rank {self.rank} came late"])
+        else:
+            problem_text = f"the ranks call {call} with different policies"
+            where = "\n".join(f"rank {rank}: {vote[4:]}" for rank, vote in enumerate(votes))
+        raise DistributedError(
+            problem_text,
+            where=where,
+            why="all ranks do it between the same two steps, or none does",
+            write=f"amp.{call} on all ranks, with one policy; the former one is in force on all",
+        )
+
     def _reduce(self, numbers: Tensor, op: Any, group: dist.ProcessGroup, what: str) -> None:
         with self._naming(what):
             dist.all_reduce(numbers, op=op, group=group)
@@ -333,6 +398,11 @@ class OneRank(Ranks):
     def fall_behind(self, error: BaseException) -> None:
         """No-op: there is no other rank."""
 
+    def vote(self, call: str, word: str, problem: BaseException | None, *, step: int) -> None:
+        """Raise the problem, if there is one: there is no other rank."""
+        if problem is not None:
+            raise problem
+
     def ended_by(self, absent: float, step: int) -> DistributedError | None:
         """No-op: there is no other rank."""
         return None
@@ -388,6 +458,7 @@ class Wrappers:
             return
         if wrapper not in self._met:
             self._ranks.require_within(wrapper.process_group, "DistributedDataParallel reduces over")
+            _require_plain(wrapper)
         if self._pauses:
             self._pause(wrapper)
         self._met[wrapper], self.are_there = wrapper.require_backward_grad_sync, True
@@ -435,3 +506,18 @@ class Wrappers:
         """Forget which wrappers reduce: the backward pass has ended."""
         for wrapper in self._met:
             self._met[wrapper] = None
+
+
+def _require_plain(wrapper: DistributedDataParallel) -> None:
+    """Refuse a wrapper around parameters that tensor parallelism has cut.
+
+    Raises:
+        UnsupportedError: Some are DTensors.
+    """
+    if cut := [name for name, param in wrapper.module.named_parameters() if is_distributed(param)]:
+        raise UnsupportedError(
+            "DistributedDataParallel around parameters that tensor parallelism has cut",
+            where=some_of(cut),
+            why="its buckets are plain tensors, and the gradients are DTensors",
+            write='mezzo.fully_shard(model, policy, mesh=mesh["data"]) in its place',
+        )

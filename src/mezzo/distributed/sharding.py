@@ -33,7 +33,8 @@ def fully_shard(model: M, policy: PolicyLike, *, wrap: Classes | None = None, **
     parameters stay FP32 are gathered apart. Inputs and outputs are cast by :class:`mezzo.MixedPrecision` or
     :func:`mezzo.prepare`: first ``fully_shard``, then the optimizer, then the session.
 
-    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32.
+    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32. Beside tensor parallelism,
+    ``parallelize_module`` comes first, over one axis of a mesh, and ``mesh=`` is the other.
 
     Args:
         model: The model, on any device; on the meta device its parts have no memory until ``model.to_empty(…)``.
@@ -77,12 +78,12 @@ def fully_shard(model: M, policy: PolicyLike, *, wrap: Classes | None = None, **
     from torch.distributed.fsdp import fully_shard as plain
 
     require_module(model)
-    asked = Policy.of(policy)
-    policy = with_pinned_classes(model, as_named(model, asked))
+    given_policy = Policy.of(policy)
+    policy = with_pinned_classes(model, as_named(model, given_policy))
     prepared: list[Prepared] = preparations_in(model)
-    raise_together(_prepared_otherwise(prepared, asked))
+    raise_together(_other_policy_errors(prepared, given_policy))
     storage = {} if prepared else wanted_storage(model, policy).plain  # which a preparation has carried out
-    for unit in planned(model, storage, policy.param_dtype, wrapped(model, wrap)):
+    for unit in plan_units(model, storage, policy.param_dtype, modules_to_wrap(model, wrap)):
         plain(unit.module, mp_policy=_dtypes(unit.dtype), **kwargs)
     for handle in prepared:
         handle.convert_shards()
@@ -100,12 +101,12 @@ def _dtypes(dtype: torch.dtype) -> Any:
     return MixedPrecisionPolicy(dtype if low else None, torch.float32 if low else None, cast_forward_inputs=False)
 
 
-def _prepared_otherwise(handles: list[Prepared], policy: Policy) -> Iterator[MezzoError]:
+def _other_policy_errors(handles: list[Prepared], policy: Policy) -> Iterator[MezzoError]:
     for handle in handles:
-        if handle.asked != policy:
+        if handle.given_policy != policy:
             yield PolicyError(
                 "the model was prepared with another policy",
-                where="\n".join([type(handle.model).__name__, *handle.asked.differences(policy)]),
+                where="\n".join([type(handle.model).__name__, *handle.given_policy.differences(policy)]),
                 why="prepared → fully_shard",
                 write="the same policy for both, or prepared.remove() first",
             )
@@ -114,7 +115,7 @@ def _prepared_otherwise(handles: list[Prepared], policy: Policy) -> Iterator[Mez
 # Modules that are gathered by themselves: those that a user asks for -----------------------------------------
 
 
-def wrapped(model: nn.Module, wrap: Classes | None) -> set[nn.Module]:
+def modules_to_wrap(model: nn.Module, wrap: Classes | None) -> set[nn.Module]:
     """Return the modules that a user wants to be gathered by themselves.
 
     Args:
@@ -126,16 +127,18 @@ def wrapped(model: nn.Module, wrap: Classes | None) -> set[nn.Module]:
     """
     if wrap is None:
         return _blocks(model)
-    kinds, modules = (wrap,) if isinstance(wrap, type | str) else tuple(wrap), list(model.modules())
-    if wrong := [shown(cls) for cls in kinds if not isinstance(cls, type)]:
+    classes, modules = (wrap,) if isinstance(wrap, type | str) else tuple(wrap), list(model.modules())
+    if wrong := [shown(cls) for cls in classes if not isinstance(cls, type)]:
         raise PolicyError("wrap= takes classes of modules", where=some_of(wrong), write="wrap=Block, or [Block, Head]")
-    there = dict.fromkeys(type(module).__name__ for module in modules)
+    class_names = dict.fromkeys(type(module).__name__ for module in modules)
     raise_together(
-        PolicyError(f"no module of the model is a {cls.__name__}", where="wrap=", why=nearest(cls.__name__, there))
-        for cls in kinds
+        PolicyError(
+            f"no module of the model is a {cls.__name__}", where="wrap=", why=nearest(cls.__name__, class_names)
+        )
+        for cls in classes
         if not any(isinstance(module, cls) for module in modules)
     )
-    return {module for module in modules if isinstance(module, kinds) and next(module.parameters(), None) is not None}
+    return {module for module in modules if isinstance(module, classes) and next(module.parameters(), None) is not None}
 
 
 def _blocks(model: nn.Module) -> set[nn.Module]:
@@ -160,7 +163,7 @@ class Unit(NamedTuple):
     dtype: torch.dtype
 
 
-def planned(
+def plan_units(
     model: nn.Module, storage: Mapping[Tensor, torch.dtype], usual: torch.dtype, chosen: set[nn.Module]
 ) -> list[Unit]:
     """Return all units, innermost first: those chosen, the model, and what needs another dtype than what is around it.
@@ -185,26 +188,26 @@ def planned(
         # Where nothing is cast, a frozen parameter travels as it is, whatever the others are.
         return [dtype, torch.float32] if not param.requires_grad and dtype == param.dtype else [dtype]
 
-    def visit(module: nn.Module, path: str, around: torch.dtype) -> None:
+    def visit(module: nn.Module, path: str, outer_dtype: torch.dtype) -> None:
         if module in seen:
             return
         seen.add(module)
-        dtype = around
+        dtype = outer_dtype
         if has_forward(module):
-            params_of_module = dict(_own(module, path))
+            params_of_module = dict(_own_params(module, path))
             first, *further = [possible(param) for param in params_of_module.values() or module.parameters()] or [
-                [around]
+                [outer_dtype]
             ]
             common = [candidate for candidate in first if all(candidate in other for other in further)]
             if params_of_module and not common:
                 problems.append(
                     _two_dtypes({name: possible(param)[0] for name, param in params_of_module.items()}, path)
                 )
-            elif common and around not in common:
+            elif common and outer_dtype not in common:
                 dtype = common[0]
         for name, child in module.named_children():
             visit(child, f"{path}.{name}" if path else name, dtype)
-        if module is model or module in chosen or dtype != around:
+        if module is model or module in chosen or dtype != outer_dtype:
             planned_units.append(Unit(path, module, dtype))
 
     visit(model, "", usual)
@@ -212,12 +215,12 @@ def planned(
     return planned_units
 
 
-def _own(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_params(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield a module's own parameters, with those of containers in it, which are never called themselves."""
     yield from module.named_parameters(path, recurse=False, remove_duplicate=False)
     for name, child in module.named_children():
         if not has_forward(child):
-            yield from _own(child, f"{path}.{name}" if path else name)
+            yield from _own_params(child, f"{path}.{name}" if path else name)
 
 
 def _two_dtypes(dtypes: Mapping[str, torch.dtype], path: str) -> MezzoError:

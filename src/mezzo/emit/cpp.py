@@ -174,10 +174,11 @@ def function(name: str, rule: Pure, parameters: Mapping[str, torch.dtype]) -> st
     takes = [f"{_TYPES[dtype]} {parameter}" for parameter, dtype in parameters.items()]
     types = [_TYPES[result.dtype] for result in body.results]
     if len(types) == 1:
-        returns, ends = types[0], [f"return {body.results[0].word};"]
+        returns, return_lines = types[0], [f"return {body.results[0].word};"]
     else:
         takes += [f"{cls}* result{index}" for index, cls in enumerate(types)]
-        returns, ends = "void", [f"*result{index} = {result.word};" for index, result in enumerate(body.results)]
-    lines = "\n    ".join([*body.body, *ends])
+        returns = "void"
+        return_lines = [f"*result{index} = {result.word};" for index, result in enumerate(body.results)]
+    lines = "\n    ".join([*body.body, *return_lines])
     # Always inlined: a loop that calls a function for each element is no loop of vectors.
     return f"__attribute__((always_inline)) static inline {returns} {name}({', '.join(takes)}) {{\n    {lines}\n}}\n"

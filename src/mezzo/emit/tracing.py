@@ -214,7 +214,7 @@ def spelled(
     Raises:
         NoKernel: It uses an operation that is not in the language's table, or torch cannot trace it.
     """
-    given, known, lines = iter(names), dict[fx.Node, Any](), list[Line]()
+    given, words_of, lines = iter(names), dict[fx.Node, Any](), list[Line]()
     used, results = set[Word](), list[Result]()
     graph = _traced(function, examples, dialect)
     places = _places(graph, names, elements, groups)
@@ -222,44 +222,46 @@ def spelled(
     def named(node: fx.Node, name: str, template: str, value: str) -> str:
         cls, (of, phase) = dialect.types[node.meta["val"].dtype], places[node]
         text = template.format(type=cls, name=name, value=value)
-        read = [known[source] for source in node.all_input_nodes if places[source][0] != Of.STEP]
+        read = [words_of[source] for source in node.all_input_nodes if places[source][0] != Of.STEP]
         lines.append(Line(text, of, phase, name, cls, tuple(read)))
         return name
 
     for node in graph.nodes:
         operation, example = str(node.target), node.meta.get("val")
         if node.op == "placeholder":
-            known[node] = next(given)
-            used |= {known[node]} if any(user.op != "output" for user in node.users) else set()
+            words_of[node] = next(given)
+            used |= {words_of[node]} if any(user.op != "output" for user in node.users) else set()
         elif node.op == "output":
-            results = [Result(known[result], result.meta["val"].dtype) for result in node.args[0]]
+            results = [Result(words_of[result], result.meta["val"].dtype) for result in node.args[0]]
         elif node.op != "call_function":
             raise _lacking("constant tensors (torch.tensor)", dialect)
         elif isinstance(example, Tensor) and example.dtype not in dialect.types:
             raise _lacking(f"{operation} of {example.dtype}", dialect)
         elif operation == _STACK:
-            known[node] = [known[source] for source in node.args[0]]
-        elif operation == _UNBIND and not isinstance(known[node.args[0]], str):
-            known[node] = known[node.args[0]]
+            words_of[node] = [words_of[source] for source in node.args[0]]
+        elif operation == _UNBIND and not isinstance(words_of[node.args[0]], str):
+            words_of[node] = words_of[node.args[0]]
         elif operation == _ITEM:
-            known[node] = known[node.args[0]][node.args[1]]
-        elif operation == _COPY and isinstance(vector := known[node.args[0]], list):
+            words_of[node] = words_of[node.args[0]][node.args[1]]
+        elif operation == _COPY and isinstance(vector := words_of[node.args[0]], list):
             source = node.args[0].meta["val"].dtype
             copied = [_cast(word, source, example.dtype, dialect) for word in vector]
-            known[node] = [
+            words_of[node] = [
                 named(node, f"{node.name}_{index}", dialect.assigned, value) for index, value in enumerate(copied)
             ]
         elif operation == _LARGEST:
-            known[node] = named(node, node.name, dialect.largest, known[node.args[0]])
+            words_of[node] = named(node, node.name, dialect.largest, words_of[node.args[0]])
         else:
             spread = {
-                source: dialect.spread.format(known[source])
+                source: dialect.spread.format(words_of[source])
                 if Of.STEP < places[source][0] < places[node][0] == Of.ELEMENT
-                else known[source]
+                else words_of[source]
                 for source in node.all_input_nodes
             }
-            known[node] = named(node, node.name, dialect.assigned, _expression(node, spread, dialect))
-    of_words = {known[node]: of_and_phase for node, of_and_phase in places.items() if isinstance(known.get(node), str)}
+            words_of[node] = named(node, node.name, dialect.assigned, _expression(node, spread, dialect))
+    of_words = {
+        words_of[node]: of_and_phase for node, of_and_phase in places.items() if isinstance(words_of.get(node), str)
+    }
     return Spelled(names=names, used=used, lines=lines, results=results, places=of_words)
 
 
@@ -313,9 +315,9 @@ def _traced(function: Pure, examples: Sequence[Tensor], dialect: Dialect) -> fx.
         for node in [node for node in graph.nodes if _keeps_values(node)]:
             node.replace_all_uses_with(node.all_input_nodes[0])
         graph.eliminate_dead_code()
-        for spelling, whole in dialect.instructions.items():
+        for spelling, composed in dialect.instructions.items():
             if spelling in dialect.operations:
-                _replace_whole(graph, whole, spelling, dialect)
+                _replace_composed(graph, composed, spelling, dialect)
         graph.eliminate_dead_code()
     except Exception as error:  # whatever a release of torch's fails with, it may still compute the function
         reasons = [line for line in str(error).splitlines() if line.strip()]
@@ -337,19 +339,19 @@ def _view_itself(node: fx.Node) -> None:
         node.target, node.meta["val"] = view, view(*args, **options)
 
 
-def _replace_whole(graph: fx.Graph, whole: Callable[[Tensor], Tensor], spelling: str, dialect: Dialect) -> None:
+def _replace_composed(graph: fx.Graph, composed: Callable[[Tensor], Tensor], spelling: str, dialect: Dialect) -> None:
     """Make one operation of all that a function consists of, wherever it occurs.
 
     Args:
         graph: With the operations of another function, in which it may occur.
-        whole: Of one FP32 tensor.
+        composed: The function, of one FP32 tensor.
         spelling: Of the operation: the name of one of aten's, and an option.
         dialect: The language.
     """
     from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
     one = torch.ones((), device="cpu")
-    pattern = _traced(lambda value: (whole(value),), [one], replace(dialect, instructions={}))
+    pattern = _traced(lambda value: (composed(value),), [one], replace(dialect, instructions={}))
     name, option, value = re.split(", |=", spelling)
     namespace, operation, overload = name.split(".")
     (argument,) = (node for node in pattern.nodes if node.op == "placeholder")
@@ -379,18 +381,18 @@ def _keeps_values(node: fx.Node) -> bool:
     """
     if len(node.all_input_nodes) != 1:
         return False
-    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+    source, result = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
         return False
-    if (before.dtype, before.shape) != (after.dtype, after.shape):
+    if (source.dtype, source.shape) != (result.dtype, result.shape):
         return False
     if str(node.target) in _COPIES:
         return True
-    lying = [(t.stride(), t.storage_offset(), t.is_neg(), t.is_conj()) for t in (before, after)]
-    return getattr(node.target, "is_view", False) and lying[0] == lying[1]
+    layouts = [(t.stride(), t.storage_offset(), t.is_neg(), t.is_conj()) for t in (source, result)]
+    return getattr(node.target, "is_view", False) and layouts[0] == layouts[1]
 
 
-def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -> str:
+def _expression(node: fx.Node, words_of: Mapping[fx.Node, Any], dialect: Dialect) -> str:
     """Write one operation."""
     operation, example, args = str(node.target), node.meta.get("val"), node.args
     options = {name: value for name, value in node.kwargs.items() if value is not None and name not in _CAST}
@@ -398,7 +400,7 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -
     if not isinstance(example, Tensor) or example.dim():
         raise _lacking(f"{spelling} of vectors", dialect)
     if spelling == _COPY and isinstance(source := args[0], fx.Node):
-        return _cast(known[source], source.meta["val"].dtype, example.dtype, dialect)
+        return _cast(words_of[source], source.meta["val"].dtype, example.dtype, dialect)
     template = dialect.operations.get(f"{spelling} of {example.dtype}", dialect.operations.get(spelling))
     if template is None:
         has_others = any(line.startswith(f"{spelling} of ") for line in dialect.operations)
@@ -412,7 +414,7 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -
             return dialect.literal(arg, among) if isinstance(arg, int | float) else ""
         source: torch.dtype = arg.meta["val"].dtype
         is_value = operation != _BITS and index != _CONDITIONS.get(operation)
-        return _cast(known[arg], source, among, dialect) if is_value and source != among else str(known[arg])
+        return _cast(words_of[arg], source, among, dialect) if is_value and source != among else str(words_of[arg])
 
     return template.format(*itertools.starmap(word, enumerate(args)), dtype=dialect.types[example.dtype])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -46,6 +46,10 @@ class Integers:
     lost: LostIntegers
     by: str
     line: str | None = None
+
+
+#: Integers that a product reads, before them its module, op and line.
+IntegerRead: TypeAlias = tuple[str, str, str | None, Integers]
 
 
 @dataclass(slots=True)
@@ -146,14 +150,14 @@ class Asked:
 
     def _asks_for(self, record: KernelRecord) -> bool:
         """Whether a cast of an argument is what the policy's decision about its call asks for."""
-        call, after = record.call, record.gives[0].dtype
+        call, result_dtype = record.call, record.gives[0].dtype
         if call.is_conversion or self._is_made_by(call, record.reads[0].memory):
             return False
         match call.decision.treatment:
             case "low" | "fp8" | "mxfp8" | "nvfp4":
-                return dtype_name(after) == call.low_dtype
+                return dtype_name(result_dtype) == call.low_dtype
             case "fp32" | "fp32_math":
-                return after == torch.float32
+                return result_dtype == torch.float32
             case treatment:
                 return treatment == "promote"
 
@@ -251,13 +255,13 @@ class Asked:
                 products.append(Product(**location, dtype=dtype, count=1, flops=record.flops[0], why=why))
         return tuple(sorted(tallied(products), key=lambda product: -product.flops))
 
-    def integers(self) -> Counter[tuple[str, str, str | None, Integers]]:
+    def integers(self) -> Counter[IntegerRead]:
         """Count the exact integers that products read rounded to a low format, by module, op and line."""
         of_buffers = ((number, self._stored.get(name)) for number, name in self.table.names.items())
         labels: dict[int, Integers] = {
             number: Integers(lost, self.table.names[number]) for number, lost in of_buffers if lost is not None
         }
-        counts = Counter[tuple[str, str, str | None, Integers]]()
+        counts = Counter[IntegerRead]()
         for record in self._forward():
             if record.flops is not None:
                 for read in {labels[value.number] for value in _factors(record) if value.number in labels}:

@@ -107,7 +107,7 @@ def _traced(
 ) -> Explanation:
     policy = as_named(model, policy)
     rounded = _rounded_buffers(model, policy)
-    handle = Prepared(model, policy, tells=False)  # findings tell it
+    handle = Prepared(model, policy, logs_unreached_rules=False)  # findings tell it
     low_numbers = LowNumbers(model, lambda: recorder.recorded)
     probes = (
         [RoundedIntegers(), *low_numbers.probes] if policy.casts or policy.param_dtype in LOW else [RoundedIntegers()]
@@ -126,19 +126,19 @@ def _traced(
             ones = [torch.ones_like(tensor) for tensor in differentiable]
             with recorder.watching(backward=True):
                 region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
-    asked = Asked(recorder.table(), policy.dtype, rounded)
+    facts = Asked(recorder.table(), policy.dtype, rounded)
     return Explanation(
         model=type(model).__name__,
         policy=str(policy),
         devices=tuple(dict.fromkeys(device.type for device in devices)),
         torch=torch.__version__,
-        emulated=_emulated(policy, region.device_types, asked.rows),
-        rows=asked.rows,
-        casts=asked.casts(),
-        misaligned=asked.misaligned(),
-        findings=findings(model, policy, asked, low_numbers, has_backward=bool(differentiable)),
-        products=asked.products,
-        moved_bytes=asked.moved_bytes(),
+        emulated=_emulated(policy, region.device_types, facts.rows),
+        rows=facts.rows,
+        casts=facts.casts(),
+        misaligned=facts.misaligned(),
+        findings=findings(model, policy, facts, low_numbers, has_backward=bool(differentiable)),
+        products=facts.products,
+        moved_bytes=facts.moved_bytes(),
         weights=str(stored) if (stored := halves(model)).count else "",
     )
 

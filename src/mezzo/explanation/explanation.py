@@ -75,29 +75,29 @@ def few_rows(of: Explanation) -> Iterator[Section]:
     tables = (
         _section(
             f"products that do not run in {format_text([low_dtype])}",
-            _alike((product for product in of.products if product.dtype != low_dtype), "op dtype why"),
+            _folded_rows((product for product in of.products if product.dtype != low_dtype), "op dtype why"),
             {
                 "where": _module, "op": "op", "runs in": lambda product: format_text([product.dtype]),
                 "of FLOPs": lambda product: share_text(product.flops, flops), "because": "why",
             },
-            cost="flops", whole=flops,
+            cost="flops", total_cost=flops,
         ),
         _section(
             "casts, forward and backward",
-            _alike((cast for cast in of.casts if cast.by != "emulation"), "op phase what before after by"),
+            _folded_rows((cast for cast in of.casts if cast.by != "emulation"), "op phase what before after by"),
             {
                 "where": _module, "for": "op",
                 "what": lambda cast: f"{cast.what} {_conversion(cast)}, {cast.phase}",
                 "by": "by", "bytes": _bytes, "share": lambda cast: share_text(cast.num_bytes, of.moved_bytes),
             },
-            cost="num_bytes", whole=of.moved_bytes,
+            cost="num_bytes", total_cost=of.moved_bytes,
         ),
-        _section(_PADDED, _alike(of.misaligned, "op shape"), _columns("where,op,shape,pad")),
+        _section(_PADDED, _folded_rows(of.misaligned, "op shape"), _columns("where,op,shape,pad")),
         # Products in FP32 are in a table of their own, above.
         _section("findings", (finding for finding in of.findings if finding.kind != "FP32 product"), _FOUND),
         _section(
             "ops, forward",
-            _alike(of.rows, " ".join(field.name for field in dataclasses.fields(Row) if field.name != "module")),
+            _folded_rows(of.rows, " ".join(field.name for field in dataclasses.fields(Row) if field.name != "module")),
             {"where": _module, "op": "op", "calls": "count", "precision": _precision, "decided by": _decider},
         ),
     )  # fmt: skip
@@ -120,7 +120,7 @@ def all_rows(of: Explanation) -> tuple[Section, ...]:
     )
 
 
-def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = "", whole: int = 0) -> Section:
+def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = "", total_cost: int = 0) -> Section:
     """Return a table. With a cost its rows are sorted by that, and the cheapest rows are added up in one line."""
     rows, rest = list(rows), ""
     if cost:
@@ -128,14 +128,14 @@ def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = 
         # One row takes no more room than a line that says one row was left out.
         left = rows[_MOST_ROWS:] if len(rows) > _MOST_ROWS + 1 else []
         rows = rows[: len(rows) - len(left)]
-        share = share_text(sum(map(attrgetter(cost), left)), whole)
+        share = share_text(sum(map(attrgetter(cost), left)), total_cost)
         rest = f"and {len(left)} more rows, {share} together" if left else ""
     here = f"{os.getcwd()}{os.sep}"
     cells = tuple(tuple(_cell(row, column).replace(here, "") for column in columns.values()) for row in rows)
     return Section(title, tuple(columns), cells, rest)
 
 
-def _alike(rows: Iterable[Any], fields: str) -> Iterator[Any]:
+def _folded_rows(rows: Iterable[Any], fields: str) -> Iterator[Any]:
     """Yield one row, with the sums, for all rows of alike modules that agree in some fields."""
     for fold in folded(rows, attrgetter("module"), attrgetter(*fields.split())):
         yield replace(summed(fold.rows), module=fold.text)
@@ -252,11 +252,11 @@ def _headline(of: Explanation, low_dtype: str, not_low: list[Product]) -> str:
     products, under = f"{counted(total, 'product')} of {of.model}", f"under {of.policy}"
     if not total:
         return f"{of.model} {under}: no matrix product or convolution was counted"
-    every = f"All {products} run" if total > 1 else f"The {products} runs"
+    opening = f"All {products} run" if total > 1 else f"The {products} runs"
     if low_dtype == "float32" and not not_low:
-        return f"{every} in FP32 {under}, which asks for nothing lower"
+        return f"{opening} in FP32 {under}, which asks for nothing lower"
     if not not_low:
-        return f"{every} in {format_text([low_dtype])} {under}: 100 % of {'their' if total > 1 else 'its'} FLOPs"
+        return f"{opening} in {format_text([low_dtype])} {under}: 100 % of {'their' if total > 1 else 'its'} FLOPs"
     if wide == total:
         return f"No product of {of.model} runs in {format_text([low_dtype])} {under}"
     share = share_text(_flops(of.products) - _flops(not_low), _flops(of.products))
@@ -271,7 +271,7 @@ def _other_products(of: Explanation, not_low: list[Product]) -> Iterator[str]:
     dearest = sorted(reasons.items(), key=lambda reason: -_flops(reason[1]))
     for (dtype, why), products in dearest[:_MOST_REASONS]:
         share = share_text(_flops(products), _flops(of.products))
-        where = some_of([location_text(product.module, product.op) for product in _alike(products, "op")], 1)
+        where = some_of([location_text(product.module, product.op) for product in _folded_rows(products, "op")], 1)
         yield f"{_count(products):,} in {format_text([dtype])}, {share} of the FLOPs: {where} ({why})"
     if rest := [product for _, products in dearest[_MOST_REASONS:] for product in products]:
         share = share_text(_flops(rest), _flops(of.products))

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from mezzo.explanation.asking import Asked
+from mezzo.explanation.asking import Asked, IntegerRead
 from mezzo.explanation.low_numbers import LowNumbers
 from mezzo.explanation.rows import Finding, Product, Row, as_glob, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
@@ -74,14 +74,14 @@ def findings(
         low_numbers: What sixteen bits have lost.
         has_backward: Whether a backward pass could run.
     """
-    integers = [*_lost_integers(seen)]
+    integer_reads = [*seen.integers()]
     all_findings = [
         *_disagreements(seen.rows),
         *_without_effect(model, policy, seen),
         *_unreachable(policy, seen),
         *_fp32_products(policy, seen.products),
-        *integers,
-        *low_numbers.findings(reported=integers),
+        *_lost_integers(integer_reads),
+        *low_numbers.findings({line or location_text(module, op) for module, op, line, _ in integer_reads}),
         *_logits(seen),
         *_tied(model, policy, seen.rows),
     ]
@@ -143,8 +143,8 @@ def _reason(rule: Rule, seen: Asked) -> str:
     ops = rule.ops if len(rule.ops) == 1 else ()
     if modules := sorted({row.module or MODEL for row in seen.rows if row.op in ops}):
         return f": {rule.op} ran only in {', '.join(modules[:5])}"
-    if around := sorted({row.op for row in seen.rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
-        return f": {rule.op} ran only inside {', '.join(around)}"
+    if composites := sorted({row.op for row in seen.rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
+        return f": {rule.op} ran only inside {', '.join(composites)}"
     return "" if rule.op is None else f": no op that {rule.op} matches was called"
 
 
@@ -188,9 +188,8 @@ def _fp32_products(policy: Policy, products: tuple[Product, ...]) -> Iterator[Fi
 # What users ask for: positions, logits, tied weights --------------------------------------------------
 
 
-def _lost_integers(seen: Asked) -> Iterator[Finding]:
+def _lost_integers(reads: Iterable[IntegerRead]) -> Iterator[Finding]:
     """Yield the low products that read positions, indices or times which their format does not hold."""
-    reads = list(seen.integers())
     for fold in folded(reads, lambda read: read[0], lambda read: read[1:]):
         module, op, line, integers = fold.rows[0]
         lost, path = integers.lost, exact(module)

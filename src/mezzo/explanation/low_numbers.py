@@ -28,7 +28,7 @@ from mezzo.trace.table import HANDS_ON, KernelRecord, Value, WatchedPass
 
 #: A sum by hand is told where it is off by more than this share of its terms' magnitudes, and is so long: a quarter of
 #: the integers that the format holds.
-_OFF: Final = 2.0**-6
+_MAX_SUM_ERROR: Final = 2.0**-6
 #: Noise that is worth a word, in dB: five bits are left. A low product has 50 or more.
 _QUIET_DB: Final = 30.0
 #: Fewer rows than these say little about a place; half of the places are to be quiet then, and not a tenth.
@@ -108,24 +108,26 @@ class LowNumbers:
             Difference(_is_difference, lambda record: _gives_low(record) and _is_pointwise(record)),
         )
 
-    def findings(self, reported: Iterable[Finding] = ()) -> Iterator[Finding]:
-        """Yield a finding for each line: the gravest of the first search that finds one there.
+    def findings(self, reported: Iterable[str] = ()) -> Iterator[Finding]:
+        """Yield a finding for each location: the gravest of the first search that finds one there.
 
         Args:
-            reported: Findings of other searches, whose lines are left out here.
+            reported: The locations of which other searches have findings: they are left out here.
         """
         table = self._table()
         searches = (self._sums, self._positions, self._bases, self._criteria, self._derivatives, self._codes)
-        lines = {finding.where.rpartition("(")[2].rstrip(")") for finding in reported}
+        reported_locations = set(reported)
         for search in searches:
             by_location: dict[tuple[str, str], list[_Fault]] = {}
             for fault in search(table):
-                if fault.location not in lines:
+                if fault.location not in reported_locations:
                     by_location.setdefault((fault.record.module, fault.location), []).append(fault)
-            gravest = (max(faults, key=lambda fault: fault.bits) for faults in by_location.values())
-            alike = folded(gravest, lambda fault: fault.record.module, lambda fault: (fault.location, fault.record.op))
-            for fold in alike:
-                lines.add(fold.rows[0].location)
+            worst_faults = (max(faults, key=lambda fault: fault.bits) for faults in by_location.values())
+            # One finding for blocks.0 to blocks.11 with the same line and op.
+            for fold in folded(
+                worst_faults, lambda fault: fault.record.module, lambda fault: (fault.location, fault.record.op)
+            ):
+                reported_locations.add(fold.rows[0].location)
                 faults = [fault for row in fold.rows for fault in by_location[row.record.module, row.location]]
                 yield _finding(fold.rows[0], fold.text, dict.fromkeys(rule for fault in faults for rule in fault.rules))
 
@@ -148,18 +150,17 @@ class LowNumbers:
                 magnitude += record.probes["total"].magnitudes[term] * abs(times)
             result = last.probes["total"].result
             error = abs(result - exact_sum) / magnitude if magnitude else 0.0
-            if not error > _OFF:
+            if not error > _MAX_SUM_ERROR:
                 continue
-            symptom = (
-                f"{len(chain):,} terms added one by one in {_name(dtype)} come to {result:.4g} for {exact_sum:.4g}"
-            )
+            terms = f"{len(chain):,} terms added one by one in {_dtype_text(dtype)}"
+            symptom = f"{terms} come to {result:.4g} for {exact_sum:.4g}"
             # An operand that the program made low stays so, whatever a rule says of the terms.
-            total, added = table.maker(first.reads[start]), table.maker(last.reads[chain[-1].term])
-            is_made_low = total is None or not any(has_fraction(value.dtype) for value in total.reads)
-            is_op = added is not None and added.effect == "other" and bool(added.call.op)
-            rules = _op_in_fp32(added) if added is not None and is_op and not is_made_low else ()
+            start_maker, term_maker = table.maker(first.reads[start]), table.maker(last.reads[chain[-1].term])
+            is_made_low = start_maker is None or not any(has_fraction(value.dtype) for value in start_maker.reads)
+            is_op = term_maker is not None and term_maker.effect == "other" and bool(term_maker.call.op)
+            rules = _op_in_fp32(term_maker) if term_maker is not None and is_op and not is_made_low else ()
             yield _Fault(
-                "sum by hand", last, _lost(error), symptom, "the sum in FP32, total = total + term.float()", rules
+                "sum by hand", last, _bits_lost(error), symptom, "the sum in FP32, total = total + term.float()", rules
             )
 
     # Positions -----------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class LowNumbers:
         if record.name in _POSITIONS:
             return True
         if record.name == "cumsum":
-            return _counts(self._table(), record.reads[0])
+            return _is_mask(self._table(), record.reads[0])
         is_cast = record.effect == "rounding" or (record.effect == "cast" and record.call.is_conversion)
         if not (is_cast or record.name in _SCALED):
             return False
@@ -198,13 +199,13 @@ class LowNumbers:
                 continue  # those are lost integers
             symptom = (
                 f"{distinct.result:,.0f} of {distinct.exact:,.0f} positions are different in "
-                f"{_name(record.gives[0].dtype)}, up to {distinct.error / distinct.step:.3g} steps off"
+                f"{_dtype_text(record.gives[0].dtype)}, up to {distinct.error / distinct.step:.3g} steps off"
             )
             words = "torch.arange(n, device=x.device) and all arithmetic with it in FP32, and no cast of positions"
             if record.name in _POSITIONS:
                 words += "; no rule does it, for the call's own dtype= wins"
             yield _Fault(
-                "positions", record, _lost(distinct.error / (distinct.step * distinct.num_all)), symptom, words
+                "positions", record, _bits_lost(distinct.error / (distinct.step * distinct.num_all)), symptom, words
             )
 
     # Filter banks --------------------------------------------------------------------------------------
@@ -248,10 +249,10 @@ class LowNumbers:
                 continue
             num_quiet = sum(decibels < _QUIET_DB for decibels in ratio.entries)
             symptom = (
-                f"it multiplies by a table of constants in {_format(record)}, whose rounding is heard in {num_quiet:,} "
-                f"of {len(ratio.entries):,} results: signal to noise is {worst:.3g} dB"
+                f"it multiplies by a table of constants in {_operands_text(record)}, whose rounding is heard in "
+                f"{num_quiet:,} of {len(ratio.entries):,} results: signal to noise is {worst:.3g} dB"
             )
-            yield _Fault("basis", record, _lost_at(worst), symptom, *_in_fp32([record]))
+            yield _Fault("basis", record, _bits_lost_at_db(worst), symptom, *_in_fp32([record]))
 
     # Losses --------------------------------------------------------------------------------------------
 
@@ -263,9 +264,11 @@ class LowNumbers:
         for record in table.kernels:
             ratio = record.probes.get("ratio")
             if ratio is not None and self._is_loss(record) and math.isfinite(ratio.whole):
-                symptom = f"the loss computes {record.op} in {_name(record.gives[0].dtype)}, {_noise(ratio.whole)}"
+                symptom = (
+                    f"the loss computes {record.op} in {_dtype_text(record.gives[0].dtype)}, {_noise_text(ratio.whole)}"
+                )
                 words = "criterion(output.float(), target)"
-                yield _Fault("criterion", record, _lost_at(ratio.whole), symptom, words, _op_in_fp32(record))
+                yield _Fault("criterion", record, _bits_lost_at_db(ratio.whole), symptom, words, _op_in_fp32(record))
 
     # Derivatives ---------------------------------------------------------------------------------------
 
@@ -273,23 +276,22 @@ class LowNumbers:
     def _derivatives(table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             if _is_derivative(record) and (ratio := record.probes.get("ratio")) and math.isfinite(ratio.whole):
-                symptom = (
-                    f"a derivative that the forward pass takes is computed in {_format(record)}, {_noise(ratio.whole)}"
-                )
-                yield _Fault("forward derivative", record, _lost_at(ratio.whole), symptom, *_in_fp32([record]))
+                derivative = f"a derivative that the forward pass takes is computed in {_operands_text(record)}"
+                symptom = f"{derivative}, {_noise_text(ratio.whole)}"
+                yield _Fault("forward derivative", record, _bits_lost_at_db(ratio.whole), symptom, *_in_fp32([record]))
             if (difference := record.probes.get("difference")) is None:
                 continue
             value, dtype = record.reads[0], record.gives[0].dtype
             if difference.result:
                 times = difference.subtracted / difference.result
                 error = float(torch.finfo(dtype).eps) / 2 * times
-                symptom = f"differences of neighbours in {_name(dtype)} are 1/{times:.3g} of what is subtracted"
+                symptom = f"differences of neighbours in {_dtype_text(dtype)} are 1/{times:.3g} of what is subtracted"
             else:  # all are 0, and of a field that is constant in FP32 they are to be
                 error = float(difference.exact > torch.finfo(torch.float32).eps * difference.subtracted)
-                symptom = f"differences of neighbours in {_name(dtype)} are all 0, and in FP32 are not"
-            if error > _OFF:
+                symptom = f"differences of neighbours in {_dtype_text(dtype)} are all 0, and in FP32 are not"
+            if error > _MAX_SUM_ERROR:
                 cure = _in_fp32(_first_low(table, value))
-                yield _Fault("forward derivative", record, _lost(error), symptom, *cure)
+                yield _Fault("forward derivative", record, _bits_lost(error), symptom, *cure)
 
     # Codes ---------------------------------------------------------------------------------------------
 
@@ -304,8 +306,8 @@ class LowNumbers:
             holds = num_integers(dtype)
             if largest > holds:
                 symptom = (
-                    f"integers up to {largest:,.0f} are read off numbers in {_name(dtype)}, which holds all up to "
-                    f"{holds:,} only"
+                    f"integers up to {largest:,.0f} are read off numbers in {_dtype_text(dtype)}, which holds all "
+                    f"up to {holds:,} only"
                 )
                 bits = math.ceil(math.log2(largest / holds))
                 yield _Fault("codes", record, bits, symptom, *_in_fp32(first))
@@ -377,16 +379,18 @@ def _chains(table: WatchedPass) -> Iterable[list[_Addition]]:
 
 def _is_stream(table: WatchedPass, chain: list[_Addition]) -> bool:
     """Whether partial sums are read by more than the next addition, as a residual stream is."""
-    read = 0
-    for (record, _), (after, _) in itertools.pairwise(chain):
+    num_read = 0
+    for (record, _), (next_record, _) in itertools.pairwise(chain):
         other_readers = (
-            reader for reader in table.readers(record.gives[0]) if reader is not after and reader.phase == "forward"
+            reader
+            for reader in table.readers(record.gives[0])
+            if reader is not next_record and reader.phase == "forward"
         )
-        read += any(has_fraction(value.dtype) for reader in other_readers for value in reader.gives)
-    return 2 * read > len(chain)
+        num_read += any(has_fraction(value.dtype) for reader in other_readers for value in reader.gives)
+    return 2 * num_read > len(chain)
 
 
-def _counts(table: WatchedPass, value: Value) -> bool:
+def _is_mask(table: WatchedPass, value: Value) -> bool:
     """Whether numbers are a mask: truth values or integers, or made of some by a cast."""
     maker = table.maker(value)
     return not has_fraction(value.dtype) or (maker is not None and (maker.effect == "rounding" or maker.name == "ones"))
@@ -441,27 +445,27 @@ def _first_low(table: WatchedPass, value: Value) -> list[KernelRecord]:
 # What it costs, and what to write ---------------------------------------------------------------------
 
 
-def _lost(error: float) -> int:
+def _bits_lost(error: float) -> int:
     """Return how many of FP32's 24 bits a relative error takes."""
     return min(24, max(0, round(24 + math.log2(error)))) if error > 0 else 0
 
 
-def _lost_at(ratio: float) -> int:
-    return _lost(10 ** (-ratio / 20))
+def _bits_lost_at_db(decibels: float) -> int:
+    return _bits_lost(10 ** (-decibels / 20))
 
 
-def _noise(ratio: float) -> str:
-    return f"signal to noise {ratio:.3g} dB"
+def _noise_text(decibels: float) -> str:
+    return f"signal to noise {decibels:.3g} dB"
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_text(dtype: torch.dtype) -> str:
     return format_text([dtype_name(dtype)])
 
 
-def _format(record: KernelRecord) -> str:
+def _operands_text(record: KernelRecord) -> str:
     """Return the format of a product's operands: under emulation the one that FP32 stands for."""
     assert record.flops is not None
-    return format_text([record.call.low_dtype]) if record.by == "emulation" else _name(record.flops[1])
+    return format_text([record.call.low_dtype]) if record.by == "emulation" else _dtype_text(record.flops[1])
 
 
 def _in_fp32(records: Sequence[KernelRecord]) -> tuple[str, tuple[str, ...]]:

@@ -363,9 +363,9 @@ def _merged(group: dict[Parts, list[tuple[int, T]]]) -> dict[Parts, list[tuple[i
             continue
         joined: dict[tuple[Parts, Parts], tuple[frozenset[Any], list[tuple[int, T]]]] = {}
         for parts, rows in group.items():
-            around = parts[:position], parts[position + 1 :]
-            indices, before = joined.get(around, (frozenset[Any](), []))
-            joined[around] = indices.union(parts[position]), sorted([*before, *rows], key=itemgetter(0))
+            both_sides = parts[:position], parts[position + 1 :]
+            indices, before = joined.get(both_sides, (frozenset[Any](), []))
+            joined[both_sides] = indices.union(parts[position]), sorted([*before, *rows], key=itemgetter(0))
         group = {(*left, indices, *right): rows for (left, right), (indices, rows) in joined.items()}
     return group
 

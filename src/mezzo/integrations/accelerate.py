@@ -95,8 +95,8 @@ def attach(
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"the accelerator is {shown(accelerator)}", write=_ORDER)
     refuse(accelerator)
-    asked = None if policy is None else Policy.of(policy)
-    return AcceleratedPrecision(accelerator, models, optimizers, asked, on_overflow=on_overflow)
+    given_policy = None if policy is None else Policy.of(policy)
+    return AcceleratedPrecision(accelerator, models, optimizers, given_policy, on_overflow=on_overflow)
 
 
 def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:

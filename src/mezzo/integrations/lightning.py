@@ -176,7 +176,7 @@ class MezzoPrecision(Precision):
             StateError: There is no session; or as there.
             MezzoError: As there. Whatever is raised, the former policy is in force.
         """
-        session = self._open()
+        session = self._require_session()
         with uninterrupted():
             try:
                 session.change(policy)
@@ -228,19 +228,19 @@ class MezzoPrecision(Precision):
         return data if is_plain else given_out(data, torch.float32)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Call the Trainer's hooks."""
+        """Call the Trainer's hooks before a backward pass."""
         return super().pre_backward(tensor, module) if _is_the_trainers(module) else tensor
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a scaled loss, whose gradients are plain in the end."""
-        scaled = engine_of(self._open()).scale(tensor) if self._converted else tensor
+        scaled = engine_of(self._require_session()).scale(tensor) if self._converted else tensor
         if _is_the_trainers(model):
             super().backward(scaled, model, *args, **kwargs)
         else:
             scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
-        """Call the Trainer's hooks."""
+        """Call the Trainer's hooks after a backward pass."""
         return super().post_backward(tensor, module) if _is_the_trainers(module) else tensor
 
     def optimizer_step(self, optimizer: Any, model: Any = None, closure: Any = None, **kwargs: Any) -> Any:
@@ -253,13 +253,13 @@ class MezzoPrecision(Precision):
         else:
             result = closure()
             optimizer.step(**kwargs)
-        model.log_dict(self._told())
+        model.log_dict(self._logged_metrics())
         return result
 
-    def _told(self) -> dict[str, Any]:
-        """Return what the Trainer logs after each step, which does not wait for the device."""
-        session = self._open()
-        if self._num_skipped is None:  # before, or in a checkpoint
+    def _logged_metrics(self) -> dict[str, Any]:
+        """Return what the Trainer logs after each step; only the first call of a session waits for the device."""
+        session = self._require_session()
+        if self._num_skipped is None:  # the session's first step: those before a checkpoint count too
             self._num_skipped = session.loss_scale.new_tensor(session.stats().skipped)
         elif session.last_step is not None:
             self._num_skipped = self._num_skipped + session.last_step.skipped
@@ -273,10 +273,10 @@ class MezzoPrecision(Precision):
 
         **Cost**: waits for the device.
         """
-        session = self._open()
+        session = self._require_session()
         return {"mezzo/scale": float(session.loss_scale), "mezzo/skipped": session.stats().skipped}
 
-    def _open(self) -> AttachedPrecision:
+    def _require_session(self) -> AttachedPrecision:
         if self.session is None:
             raise StateError(
                 "there is no session",

@@ -123,7 +123,7 @@ class RunFacts:
         return None, []
 
     @functools.cached_property
-    def lost(self) -> dict[str, SwallowedUpdates]:
+    def swallowed(self) -> dict[str, SwallowedUpdates]:
         """The updates of each weight that vanish."""
         return {tensor.path: tensor.swallowed for tensor in self.totals if tensor.swallowed is not None}
 
@@ -140,14 +140,14 @@ class RunFacts:
         return Policy.O2(self.policy.dtype, emulate=self.policy.emulate, loss_scale=scale), why
 
     @property
-    def in_bf16(self) -> tuple[Policy, str]:
+    def cure_bf16(self) -> tuple[Policy, str]:
         """The run's policy in BF16."""
         level = Policy.O2 if self.policy.halves else Policy.O1
         wide = level(BF16.name, rules=self.policy.rules, emulate=self.policy.emulate)
         return wide, "BF16 has FP32's range, and needs no loss scale."
 
     @property
-    def in_fp32_weights(self) -> tuple[Policy, str]:
+    def cure_fp32_weights(self) -> tuple[Policy, str]:
         """The run's policy with weights in FP32."""
         wide = Policy.O2(self.policy.dtype, emulate=self.policy.emulate)
         return wide, "Weights of O2 are FP32, which no update leaves or rounds away in."
@@ -213,28 +213,29 @@ def not_finite(run: RunFacts) -> Alert | None:
         tensors = [tensor for tensor in step.tensors if tensor.kind == "activations" and tensor.histogram.infs]
     if step is None:
         return None
-    first, cause, is_fp16 = tensors[0], tensors[0].kind, tensors[0].dtype == FP16.name
+    first, category, is_fp16 = tensors[0], tensors[0].kind, tensors[0].dtype == FP16.name
     where = f"{name_of(first)} ({first.dtype})"
-    if cause in GRADIENTS:
+    if category in GRADIENTS:
         first = first_in_backward(step) or first
-        cause, where, is_fp16 = "gradients", gradient_text(first), FP16.name in (run.dtype, first.dtype)
-    why, write = _CAUSES[cause, is_fp16]
-    if is_mask:
-        why, write = "What follows is finite all the same: they may be those of a mask, which are meant.", ""
+        category, where, is_fp16 = "gradients", gradient_text(first), FP16.name in (run.dtype, first.dtype)
+    why, write = _CAUSES[category, is_fp16]
+    if is_mask:  # nothing to write: a mask needs no cure
+        why = "Later tensors are finite all the same: these infinities may be an attention mask's, and meant."
+        write = ""
     scaled = run.scaled(LossScale.dynamic(), "Its loss scale skips steps whose gradients are not finite.")
-    cures = {"weights": run.in_fp32_weights, "activations": run.in_bf16, "gradients": scaled}
-    numbers = sum(tensor.histogram.infs + tensor.histogram.nans for tensor in tensors)
+    cures = {"weights": run.cure_fp32_weights, "activations": run.cure_bf16, "gradients": scaled}
+    num_not_finite = sum(tensor.histogram.infs + tensor.histogram.nans for tensor in tensors)
     return Alert(
         level="warn" if is_mask else "bad",
-        what=f"{numbers:,} {cause} are infinite or NaN at step {step.step}.",
+        what=f"{num_not_finite:,} {category} are infinite or NaN at step {step.step}.",
         where=where + (f", and {len(tensors) - 1} more tensors" if len(tensors) > 1 else ""),
         why=why.format(format=format_text([first.dtype])),
         write=write.format(policy=scaled[0]),
-        cure=cures[cause] if is_fp16 and not is_mask else None,
+        cure=cures[category] if is_fp16 and not is_mask else None,
     )
 
 
-def idle(run: RunFacts) -> Alert | None:
+def all_skipped(run: RunFacts) -> Alert | None:
     """Return an alert if every recorded step was skipped, so that nothing was trained."""
     if not all(step.skipped for step in run.steps):
         return None
@@ -258,15 +259,15 @@ def flushed(run: RunFacts) -> Alert | None:
         if tensor.kind in GRADIENTS and tensor.dtype == FP16.name and not step.skipped
     ]
     covered = [histogram.coverage(FP16, scale) for scale, histogram in gradients]
-    total, zeros, lost = (
+    total, zeros, num_subnormal = (
         sum(getattr(coverage, name) for coverage in covered) for name in ("total", "zero", "subnormal")
     )
-    if not total or (lost <= SUBNORMAL * (total - zeros) and zeros < total):
+    if not total or (num_subnormal <= SUBNORMAL * (total - zeros) and zeros < total):
         return None
     scales = {scale for scale, _ in gradients}
     carried = "without a loss scale" if scales == {1.0} else f"at loss scale {min(scales):,.10g}"
-    what = f"{share_text(lost, total - zeros)} of the gradients that are not zero lose digits {carried}."
-    write, cure = f"{both('dtype=bfloat16')}, which needs no loss scale", run.in_bf16
+    what = f"{share_text(num_subnormal, total - zeros)} of the gradients that are not zero lose digits {carried}."
+    write, cure = f"{both('dtype=bfloat16')}, which needs no loss scale", run.cure_bf16
     whole = ExponentHistogram.total_of(histogram for _, histogram in gradients)
     # Of zeros nothing is known but that they are small: from above the scale comes down by itself.
     highest = min(whole.best_scale(FP16), CEILING) if whole.max_abs and not (whole.infs or whole.nans) else CEILING
@@ -277,7 +278,7 @@ def flushed(run: RunFacts) -> Alert | None:
         torchs = f"torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale.init))})"
         write = f'policy="{cure[0]}"' if run.has_session else torchs
     return Alert(
-        level="bad" if lost > _ALL_BUT * (total - zeros) or zeros == total else "warn",
+        level="bad" if num_subnormal > _ALL_BUT * (total - zeros) or zeros == total else "warn",
         what=f"All gradients are zero {carried}." if zeros == total else what,
         where=f"{len(covered)} tensors in float16, {share_text(zeros, total)} of their values zero",
         why="They are smaller than FP16's normal numbers, and what is below "
@@ -323,20 +324,20 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
 def stopped(run: RunFacts) -> Alert | None:
     """Return an alert of weights that are stored in 16 bits alone and do not move although they have gradients."""
     low = run.stored_low
-    lost = {path: updates for path, updates in run.lost.items() if path in low}
-    still = {path: updates.share_unmoved for path, updates in lost.items() if updates.share_unmoved > SWALLOWED}
+    swallowed = {path: updates for path, updates in run.swallowed.items() if path in low}
+    still = {path: updates.share_unmoved for path, updates in swallowed.items() if updates.share_unmoved > SWALLOWED}
     if not still:
         return None
     worst = max(still, key=lambda path: still[path])
-    whole = functools.reduce(operator.add, lost.values())
+    whole = functools.reduce(operator.add, swallowed.values())
     return Alert(
         level="bad" if whole.share_unmoved > _STOPPED else "warn",
         what=f"{share_text(whole.unmoved, whole.with_gradient)} of the weights with a gradient did not move.",
-        where=f"{worst}: {share_text(still[worst], 1)}; of {len(lost)} weights {len(still)} lose over a tenth",
+        where=f"{worst}: {share_text(still[worst], 1)}; of {len(swallowed)} weights {len(still)} lose over a tenth",
         why=f"They are stored in {format_text([low[worst]])}: an update of less than half the gap to the next number "
         "rounds away.",
         write=f'policy="O2,dtype={low[worst]}", whose weights are FP32',
-        cure=run.in_fp32_weights,
+        cure=run.cure_fp32_weights,
     )
 
 
@@ -358,7 +359,7 @@ def close_to_limit(run: RunFacts) -> Alert | None:
         where=some_of(sorted(largest), 3),
         why=f"{worst} reaches {largest[worst]:.4g} of 65504; a loss scale does not help activations.",
         write=f"{both('dtype=bfloat16')}, which has the range of FP32",
-        cure=run.in_bf16,
+        cure=run.cure_bf16,
     )
 
 
@@ -469,7 +470,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         line = "The recorded steps had no tensor of 32 bits or less." if evidence.steps else "No step was recorded."
         return Diagnosis(lines=(line,))
     run = RunFacts(evidence)
-    spoiling = [alert for fault in (not_finite, idle) if (alert := fault(run)) is not None]
+    spoiling = [alert for fault in (not_finite, all_skipped) if (alert := fault(run)) is not None]
     problems = spoiling + [alert for fault in (close_to_limit, flushed, stopped) if (alert := fault(run)) is not None]
     formats: tuple[FormatAnswer, ...] = ()
     lines: list[str] = []
@@ -519,7 +520,7 @@ def _fp16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     unscaled, scaled = (_Kept.of(whole, factor) for factor in (1.0, scale))
     highest = f"2^{round(math.log2(scale))}, the highest loss scale that fits,"
     if scaled.lost > _LOST:
-        line = f"FP16 is not safe: at {highest} {scaled.text}{_losers(totals, scale)}."
+        line = f"FP16 is not safe: at {highest} {scaled.text}{_flushed_text(totals, scale)}."
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     # Above it steps would be skipped until the scale fits; and from below it needs thousands of steps to rise.
     if scale < INIT or _Kept.of(whole, INIT).is_poor:
@@ -527,7 +528,7 @@ def _fp16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     line = f"FP16 is safe: without a loss scale {unscaled.text}"
     if unscaled.is_poor:
         line = f"FP16 is safe with a loss scale: without one {unscaled.text}; at {highest} {scaled.text}"
-    line = f"{line}{_losers(totals, policy.loss_scale.init)}."
+    line = f"{line}{_flushed_text(totals, policy.loss_scale.init)}."
     return FormatAnswer(format=FP16.name, is_safe=True, line=line, policy=policy)
 
 
@@ -580,20 +581,20 @@ def _beyond(tensor: RecordedTensor, target: Format) -> int:
     return tensor.histogram.coverage(target).overflow - tensor.histogram.infs
 
 
-def _flushed(tensor: RecordedTensor, target: Format, scale: float) -> float:
+def _share_flushed(tensor: RecordedTensor, target: Format, scale: float) -> float:
     """Return the share that a format flushes to zero, of the values that are not zero."""
     covered = tensor.histogram.coverage(target, scale)
     return covered.underflow / max(1, covered.total - covered.zero - covered.nan)
 
 
-def _losers(totals: Sequence[RecordedTensor], scale: float) -> str:
+def _flushed_text(totals: Sequence[RecordedTensor], scale: float) -> str:
     """Return a text that names the weights of whose gradients FP16 flushes more than half at a loss scale; or ''."""
-    shares = {name_of(tensor): _flushed(tensor, FP16, scale) for tensor in totals if tensor.kind == GRADIENTS[1]}
-    lost = sorted((name for name in shares if shares[name] > _MOSTLY), key=lambda name: -shares[name])
-    if not lost:
+    shares = {name_of(tensor): _share_flushed(tensor, FP16, scale) for tensor in totals if tensor.kind == GRADIENTS[1]}
+    names = sorted((name for name in shares if shares[name] > _MOSTLY), key=lambda name: -shares[name])
+    if not names:
         return ""
-    more = f", and more than half of those of {some_of(lost[1:], 2)}" if lost[1:] else ""
-    return f"; at 2^{round(math.log2(scale))} it flushes {share_text(shares[lost[0]], 1)} of those of {lost[0]}{more}"
+    more = f", and more than half of those of {some_of(names[1:], 2)}" if names[1:] else ""
+    return f"; at 2^{round(math.log2(scale))} it flushes {share_text(shares[names[0]], 1)} of those of {names[0]}{more}"
 
 
 def _bf16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
@@ -613,7 +614,7 @@ def _fp8(totals: Sequence[RecordedTensor]) -> FormatAnswer:
         target = E5M2 if tensor.kind in GRADIENTS else E4M3
         if tensor.kind == "updates" or not tensor.histogram.max_abs or not is_finite(tensor):
             continue
-        share = _flushed(tensor, target, tensor.histogram.best_scale(target))
+        share = _share_flushed(tensor, target, tensor.histogram.best_scale(target))
         if share > _FLUSHED_IN_FP8:
             lossy[f"{name_of(tensor)} ({tensor.kind.replace('_', ' ')})"] = share
     limit, recipe = (
@@ -631,10 +632,10 @@ def _fp8(totals: Sequence[RecordedTensor]) -> FormatAnswer:
 def _swallowing(run: RunFacts) -> Iterator[str]:
     """Yield how many updates vanish in weights that are stored in a 16-bit format alone."""
     # What a weight of 16 bits has swallowed already is no update any more: an alert says how much that was.
-    lost = {path: updates for path, updates in run.lost.items() if path not in run.stored_low}
+    swallowed = {path: updates for path, updates in run.swallowed.items() if path not in run.stored_low}
     for target in (FP16, BF16):
         updated = {
-            path: updates for path, updates in lost.items() if target.name in updates.swallowed and updates.updated
+            path: updates for path, updates in swallowed.items() if target.name in updates.swallowed and updates.updated
         }
         if not updated:
             continue

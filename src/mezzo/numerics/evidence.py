@@ -22,7 +22,7 @@ from typing import IO, Any, Final, Literal, TypeVar
 import torch
 
 from mezzo.errors import PolicyError, StateError, nearest, shown, some_of
-from mezzo.files import jsonable, made_of, whole
+from mezzo.files import atomic_file, jsonable, made_of
 from mezzo.formats import Format, by_name
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy.rules import as_named, matches
@@ -363,10 +363,10 @@ class Evidence:
         several = kind if isinstance(kind, Iterable) and not isinstance(kind, str) else [kind]
         kinds = [kind_of(word) for word in several]
 
-        def asked(recorded: RecordedStep) -> list[RecordedTensor]:
+        def wanted_tensors(recorded: RecordedStep) -> list[RecordedTensor]:
             return [tensor for tensor in recorded.tensors if tensor.kind in kinds and name in (None, tensor.name)]
 
-        tensors = self._of_steps(asked, module, step)
+        tensors = self._of_steps(wanted_tensors, module, step)
         if not tensors:
             raise self._nothing(kinds, module, step, name)
         return tensors
@@ -407,14 +407,14 @@ class Evidence:
                     "count": counts.total,
                 }  # fmt: skip
 
-    def _of_steps(self, asked: Callable[[RecordedStep], Sequence[T]], module: str | None, step: Steps) -> list[T]:
+    def _of_steps(self, records_of: Callable[[RecordedStep], Sequence[T]], module: str | None, step: Steps) -> list[T]:
         """Return the records of the chosen steps that belong to the chosen modules."""
         homes = None if module is None else self._homes(module)
         records: list[T] = []
         for recorded in self._chosen(step):
             records += (
                 record
-                for record in asked(recorded)
+                for record in records_of(recorded)
                 if homes is None or not homes.isdisjoint([(record.module, None), (record.module, record.name)])
             )
             if records and step == "newest":
@@ -506,7 +506,7 @@ def write(evidence: Evidence, path: str | os.PathLike[str]) -> None:
         OSError: It cannot be written.
     """
     lines = [_line({"schema": SCHEMA, **dataclasses.asdict(evidence.header)}), *map(_step_line, evidence.steps)]
-    with whole(path) as file:
+    with atomic_file(path) as file:
         file.writelines(line.encode() for line in lines)
 
 
@@ -516,7 +516,7 @@ def write_statistics(evidence: Evidence, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    with whole(path) as file:
+    with atomic_file(path) as file:
         file.writelines(_line(row).encode() for row in evidence.statistics())
 
 

@@ -105,14 +105,14 @@ class OperandWatch:
         self._noise: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._listening = ExitStack()
         if self.roles or self.has_noise:
-            self._listening.enter_context(listening(self._asked))
+            self._listening.enter_context(listening(self._listener_of))
 
     def remove(self) -> None:
         """Stop listening."""
         self._listening.close()
         self.is_open = False
 
-    def _asked(self, weight: Tensor) -> _Call | None:
+    def _listener_of(self, weight: Tensor) -> _Call | None:
         """Return the record of a product's call, if its weight is the model's."""
         param_name = self._params.get(weight) or (None if weight._base is None else self._params.get(weight._base))
         return None if param_name is None or is_watched() else _Call(self, param_name)

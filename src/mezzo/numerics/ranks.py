@@ -114,12 +114,12 @@ def summed(counted: dict[TensorKey, Counted], group: Any, device: torch.device) 
     dist.all_gather_object(
         rows_of_ranks, {key: (dtype, len(row)) for key, (dtype, row) in counted.items()}, group=group
     )
-    every = {key: shape for rows in rows_of_ranks for key, shape in rows.items()}
-    if not every:
+    shapes = {key: shape for rows in rows_of_ranks for key, shape in rows.items()}
+    if not shapes:
         return counted
-    width = next(iter(every.values()))[1]
-    table = torch.zeros(len(every), width + len(rows_of_ranks), dtype=torch.int64)
-    for number, key in enumerate(every):
+    width = next(iter(shapes.values()))[1]
+    table = torch.zeros(len(shapes), width + len(rows_of_ranks), dtype=torch.int64)
+    for number, key in enumerate(shapes):
         if key in counted:
             row = counted[key][1]
             table[number, :width] = row
@@ -128,4 +128,4 @@ def summed(counted: dict[TensorKey, Counted], group: Any, device: torch.device) 
     dist.all_reduce(table, group=group)
     table = table.cpu()
     table[:, LARGEST] = table[:, width:].max(1).values
-    return {key: (every[key][0], table[number, :width]) for number, key in enumerate(every)}
+    return {key: (shapes[key][0], table[number, :width]) for number, key in enumerate(shapes)}

@@ -51,7 +51,7 @@ from mezzo.scale.state import inverse
 from mezzo.session.observers import Watched, watching
 from mezzo.session.stats import Step
 from mezzo.sharded import is_distributed
-from mezzo.step.verdict import Judged
+from mezzo.step.verdict import JudgedGradients
 from mezzo.tensors import dtype_name
 from mezzo.trace.observe import COUNTABLE, DTYPE, NAME, ROW, WHEN, WIDTH, move_row
 
@@ -436,7 +436,7 @@ class SessionSource:
                 recording.weights.after()
         self._end(engine, step)
 
-    def judged(self, engine: Watched, judged: Judged) -> None:
+    def judged(self, engine: Watched, judged: JudgedGradients) -> None:
         """Count the weights that a step is about to move, and the gradients of the step."""
         if engine not in self._sessions:
             return

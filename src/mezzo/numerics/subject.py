@@ -86,11 +86,11 @@ class Subject:
         wanted = {path for path, _ in everything if globs is None or any(lies_in(path, glob) for glob in globs)}
         unmatched = [glob for glob in globs or () if not any(lies_in(path, glob) for path, _ in everything)]
         if unmatched or not wanted:
-            known = [path for path, _ in everything if path]
+            module_paths = [path for path, _ in everything if path]
             raise PolicyError(
                 f"no module matches {some_of([shown(glob) for glob in unmatched]) or 'modules=()'}",
                 where=type(model).__name__,
-                why=nearest(str(next(iter(unmatched), "")), known),
+                why=nearest(str(next(iter(unmatched), "")), module_paths),
                 write='modules=["blocks.*"], or nothing for all modules',
             )
         paths: dict[nn.Module, str] = {}

@@ -77,7 +77,7 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
     raise_together(_problems(group, where))
 
 
-def ordered(params: Any) -> Any:
+def require_ordered(params: Any) -> Any:
     """Return parameters as they are given, unless their order would change between runs.
 
     Raises:
@@ -94,7 +94,7 @@ def ordered(params: Any) -> Any:
     return params
 
 
-def named(group: Mapping[str, Any]) -> dict[str, Any]:
+def with_dtype_name(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group, or the defaults of an optimizer, with the full name of the dtype of its state."""
     if "state_dtype" not in group:
         return dict(group)
@@ -134,7 +134,7 @@ def is_number(value: Any, least: float, end: float) -> bool:
             return False
         if value.device.type != "cpu":
             return True
-        value = in_host_memory(value)
+        value = host_number(value)
     if not isinstance(value, Real):  # NumPy's are
         return False
     try:
@@ -144,7 +144,7 @@ def is_number(value: Any, least: float, end: float) -> bool:
     return math.isfinite(number) and least <= number < end
 
 
-def in_host_memory(number: Tensor) -> float:
+def host_number(number: Tensor) -> float:
     """Return what a tensor of one number in host memory holds, also while a graph is captured."""
     return float(number.detach().double().reshape(()).numpy())
 
@@ -157,7 +157,7 @@ def wrong_weights(params: Any) -> Iterator[PolicyError]:
     Args:
         params: A list of parameters, or of names with parameters; of anything else nothing is said.
     """
-    wrong = []
+    unsupported = []
     for entry in params if isinstance(params, (list, tuple)) else ():
         name, param = entry if isinstance(entry, tuple) else ("a parameter", entry)
         if (
@@ -165,11 +165,11 @@ def wrong_weights(params: Any) -> Iterator[PolicyError]:
             and param.dtype not in CASTABLE
             and (param.requires_grad or param.grad is not None)
         ):
-            wrong.append(f"{name} ({dtype_name(param.dtype)}, shape {tuple(param.shape)})")
-    if wrong:
+            unsupported.append(f"{name} ({dtype_name(param.dtype)}, shape {tuple(param.shape)})")
+    if unsupported:
         yield PolicyError(
             "weights in a format that no optimizer of mezzo's updates",
-            where=some_of(wrong),
+            where=some_of(unsupported),
             why="weights are float32, float16 or bfloat16",
             write="model.float() first; or requires_grad_(False) for what is not trained",
         )
@@ -241,7 +241,7 @@ class Hypers:
                 tensor.copy_(value, non_blocking=True)
                 self._uploaded.pop(name, None)
                 continue
-            given: Any = in_host_memory(value) if isinstance(value, Tensor) else value
+            given: Any = host_number(value) if isinstance(value, Tensor) else value
             if name not in self._uploaded or self._uploaded[name] != given:
                 where = f"{type(optimizer).__name__}, group {number}"
                 check_group({**group, "params": None, **({} if name.startswith("beta") else {name: given})}, where)

@@ -23,11 +23,11 @@ from mezzo.optim.groups import (
     changes_nothing,
     check_arguments,
     check_group,
-    named,
-    ordered,
+    require_ordered,
+    with_dtype_name,
     wrong_weights,
-)
-from mezzo.optim.state_dicts import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
+)  # fmt: skip
+from mezzo.optim.state_dicts import check_state, counts_of, first_count, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, shared
 from mezzo.step.gradients import clear_to_zeros
@@ -271,9 +271,9 @@ class OnePassOptimizer(Optimizer):
     def __init__(self, params: Params, torch_only: Mapping[str, Any], **defaults: Any) -> None:
         check_arguments(self, torch_only)
         self._start()
-        defaults = named(defaults)
+        defaults = with_dtype_name(defaults)
         check_group(defaults)
-        super().__init__(ordered(params), defaults)
+        super().__init__(require_ordered(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled optimizer, here or on another machine; or take another state."""
@@ -303,8 +303,8 @@ class OnePassOptimizer(Optimizer):
             PolicyError: A hyper-parameter that no update can work with; nothing was added.
             TypeError: A set of parameters, as torch says it.
         """
-        params = param_group["params"]
-        group = named({**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))})
+        params = [given] if isinstance(given := param_group["params"], Tensor) else list(require_ordered(given))
+        group = with_dtype_name({**param_group, "params": params})
         check_group({**self.defaults, **group})
         super().add_param_group(group)
 
@@ -446,14 +446,14 @@ class OnePassOptimizer(Optimizer):
         return plan, inputs.gradients
 
     def _step_inputs(self) -> _StepInputs:
-        groups, every = self.param_groups, []
+        groups, all_params = self.param_groups, []
         lists = [*map(_PARAMS, groups)]
         for params in lists:
-            every += params
-        gradients: list[Any] = [*map(_GRADIENT, every)]
-        have, params = [*map(is_not, gradients, repeat(None))], every
+            all_params += params
+        gradients: list[Any] = [*map(_GRADIENT, all_params)]
+        have, params = [*map(is_not, gradients, repeat(None))], all_params
         if not all(have):
-            params, gradients = [*compress(every, have)], [*compress(gradients, have)]
+            params, gradients = [*compress(all_params, have)], [*compress(gradients, have)]
         if not _DENSE.issuperset(map(_LAYOUT, gradients)):
             pairs = [(number, param.grad) for number, params in enumerate(lists) for param in params]
             number, sparse = next((n, g) for n, g in pairs if g is not None and g.layout != torch.strided)
@@ -467,7 +467,7 @@ class OnePassOptimizer(Optimizer):
             options=[
                 (len(g["params"]), g["state_dtype"], *map(bool, map(g.__getitem__, self._switches))) for g in groups
             ],
-            params=every,
+            params=all_params,
             have_gradients=have,
             gradients=gradients,
             forms=[*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)],
@@ -513,7 +513,7 @@ class OnePassOptimizer(Optimizer):
         update_rule, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
         states = [taken(self.state.get(param), param, update_rule, dtype) for param in params]
         counts = self._counts_of([state.get("step", 0) for state in states])
-        begun = [count or has_begun(state, group) for state, count in zip(states, counts, strict=True)]
+        begun = [count or first_count(state, group) for state, count in zip(states, counts, strict=True)]
         return list(zip(states, begun, strict=True))
 
     def _counts_of(self, steps: list[Any]) -> list[_Count | int]:
@@ -554,13 +554,13 @@ class OnePassOptimizer(Optimizer):
             key = param.dtype, halves and halves[0].dtype, seeded
             counted_alike.setdefault((param.device, which, type(count)), {}).setdefault(key, []).append(index)
         keys = keys_of(update_rule, dtype)
-        for alike in counted_alike.values():
-            members = [index for indices in alike.values() for index in indices]
+        for indices_by_kind in counted_alike.values():
+            members = [index for indices in indices_by_kind.values() for index in indices]
             device, states = params[members[0]].device, [taken_of_each[index][0] for index in members]
             count = _counted(states, taken_of_each[members[0]][1], device)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             cohort = _Cohort(number, update_rule, hypers, count)
-            for indices in alike.values():
+            for indices in indices_by_kind.values():
                 together = [params[index] for index in indices]
                 halved = [halves_of_param for index in indices if (halves_of_param := parts[index]) is not None]
                 bucket = Bucket(
@@ -581,8 +581,8 @@ class OnePassOptimizer(Optimizer):
     def _keep_counts(self, cohorts: list[_Cohort]) -> None:
         """Keep the counts of which the state has views."""
         counts = {id(cohort.count.counts): cohort.count for cohort in cohorts}
-        there = [state.get("step") for param in self._params() if (state := self.state.get(param))]
-        bases = {id(step._base) for step in there if isinstance(step, Tensor)}
+        step_counts = [state.get("step") for param in self._params() if (state := self.state.get(param))]
+        bases = {id(step._base) for step in step_counts if isinstance(step, Tensor)}
         self._counts = {key: count for key, count in (self._counts | counts).items() if key in bases}
 
     # State dicts -------------------------------------------------------------------------------------------

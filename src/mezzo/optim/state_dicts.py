@@ -164,22 +164,23 @@ def taken(state: Any, param: Tensor, update_rule: UpdateRule, dtype: torch.dtype
     if state is None:
         return {}
     moments_by_name = {name: _kept(state, name) for name in update_rule.states} if isinstance(state, Mapping) else {}
-    there = {name: pair for name, pair in moments_by_name.items() if isinstance(pair[0], Tensor)}
-    check_unchanged(param, {name: value for name, (value, _) in there.items()})
+    stored_moments = {name: pair for name, pair in moments_by_name.items() if isinstance(pair[0], Tensor)}
+    check_unchanged(param, {name: value for name, (value, _) in stored_moments.items()})
     if wrong := list(_malformed_entry(state, f"optimizer.state of {described(param)}", update_rule.states)):
         raise StateError("the edited state is none that a step can use", where=some_of(wrong), write=_EDITS)
     state_of_step: dict[str, Any] = {}
-    for name, (value, scales) in there.items():
+    for name, (value, scales) in stored_moments.items():
         state_of_step |= _as_it_lies(name, value, scales, param, dtype) or _moment(
             name, value, scales, param, dtype, "edited"
         )
     count = {"step": state["step"]} if "step" in state else {}
     if update_rule.name in _CORRECTED:
-        _require_whole(there.keys() | count.keys(), state, rule(update_rule.name), param, "edited")
+        _require_complete(stored_moments.keys() | count.keys(), state, rule(update_rule.name), param, "edited")
         return {**state_of_step, **count}
-    if len(there) < len(moments_by_name):  # a momentum begins with the first step that finds none, as torch's does
+    # A momentum begins with the first step that finds none, as torch's does.
+    if len(stored_moments) < len(moments_by_name):
         return {}
-    return {**_COUNTED, **state_of_step, **count} if there else count
+    return {**_COUNTED, **state_of_step, **count} if stored_moments else count
 
 
 def _kept(state: Mapping[str, Any], name: str) -> tuple[Any, Any]:
@@ -235,7 +236,7 @@ def counts_of(steps: Sequence[Any], whose: str) -> list[int]:
     return list(map(int, counts))
 
 
-def has_begun(state: Mapping[str, Any], group: Group) -> int:
+def first_count(state: Mapping[str, Any], group: Group) -> int:
     """Return what to count on from where a program has set a count to zero: 1 where a momentum has begun.
 
     torch's SGD counts nothing, and dampens the gradient wherever there is a momentum: not in the first step.
@@ -364,7 +365,7 @@ def _continued(
     """
     names = RULES[update_rule.name].states
     pairs = {name: pair for name in names for pair in [_kept(saved, name)] if isinstance(pair[0], Tensor)}
-    _require_whole(pairs.keys() | (saved.keys() & {"step"}), saved, update_rule, param, "saved")
+    _require_complete(pairs.keys() | (saved.keys() & {"step"}), saved, update_rule, param, "saved")
     state = dict[str, Any]()
     for name, (value, scales) in pairs.items():
         state |= _moment(name, value, scales, param, state_dtype, "saved")
@@ -419,14 +420,14 @@ def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.d
             write="the same model and optimizer",
         )
     stored = moments.zeros(name, param, dtype)
-    target, *beside = stored.values()
+    target, *target_scales = stored.values()
     if moments.is_coded(value.dtype):
         scales_of_codes, codes = _scale_of_each(name, value, scales, whose), local(value)
         if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(target)) is not None:
-            its = moments.gathered(local(scales_of_codes), codes)
-            if its is not None and moments.fit(codes, its):  # else groups were cut otherwise
+            scales_here = moments.gathered(local(scales_of_codes), codes)
+            if scales_here is not None and moments.fit(codes, scales_here):  # else groups were cut otherwise
                 local(target).copy_(codes)
-                beside[0].copy_(its)
+                target_scales[0].copy_(scales_here)
                 return stored
         decoded = sharded_as(moments.valued(codes, local(scales_of_codes)), value)
         return _moment(name, decoded, None, param, dtype, whose)
@@ -436,7 +437,7 @@ def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.d
     wide = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
     codes, new_scales = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
     local(target).copy_(codes)
-    beside[0].copy_(new_scales)
+    target_scales[0].copy_(new_scales)
     return stored
 
 
@@ -475,30 +476,30 @@ def _scale_of_each(name: str, codes: Tensor, scales: Any, whose: str) -> Tensor:
     return moments.spread(scales.to(torch.bfloat16), codes if flat(codes) else codes.contiguous())
 
 
-def _require_whole(
-    there: Collection[str], state: Mapping[str, Any], update_rule: UpdateRule, param: Tensor, whose: str
+def _require_complete(
+    present: Collection[str], state: Mapping[str, Any], update_rule: UpdateRule, param: Tensor, whose: str
 ) -> None:
     """Refuse a history of which a part is missing; one that has not begun yet may be as short as it likes.
 
     Args:
-        there: The names of moments that are there, and of the count.
+        present: The names of moments that are there, and of the count.
         state: Of the parameter.
         update_rule: What the state is for.
         param: The parameter.
         whose: Where the state comes from.
     """
-    missing = [name for name in update_rule.states if name not in there]
-    if "step" not in there:
+    missing = [name for name in update_rule.states if name not in present]
+    if "step" not in present:
         begun = len(missing) < len(update_rule.states)
         missing += ["step"] if update_rule.name in _CORRECTED else []
     else:
         begun = bool(missing) and float(state["step"]) != 0
     if begun and missing:
-        count = f"step {float(state['step']):g} of a" if "step" in there else "a"
+        count = f"step {float(state['step']):g} of a" if "step" in present else "a"
         raise StateError(
             f"the {whose} state has no {missing[0]}",
             where=f"{count} parameter of shape {tuple(param.shape)}, "
-            f"which has {', '.join(name for name in there if name != 'step') or 'nothing else'}",
+            f"which has {', '.join(name for name in present if name != 'step') or 'nothing else'}",
             why="moments that begin at zero in the middle of a run would take steps of another size",
             write=_EDITS if whose == "edited" else "the state of an optimizer of the same name and options",
         )

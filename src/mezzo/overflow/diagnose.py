@@ -306,13 +306,13 @@ def _reported(origin: Origin, context: Context, fault: Kind, cause: str, cure: s
 
 def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind, str, str]:
     if lowered is not None:
-        return "scale", _of_scale(origin, context, lowered), _lower_scale(context, lowered)
+        return "scale", _scale_text(origin, context, lowered), _lower_scale(context, lowered)
     if origin.dtype.itemsize < 4 and (origin.needed is None or origin.holds == torch.float32):
         remark, cure = _wider_format(origin, context)
-        return "range", f"{_needs(origin)}{remark}", cure
+        return "range", f"{_needed_text(origin)}{remark}", cure
     op = origin.op if any(op == origin.op for _, op in _CURES) else origin.kernel.removeprefix("aten::")
     if origin.holds is not None:
-        cause = f"{_needs(origin)}: it grows without bound, and no format to train in holds it"
+        cause = f"{_needed_text(origin)}: it grows without bound, and no format to train in holds it"
         return "unbounded", cause, _words("unbounded", op)[1]
     # Derivatives divide as well: that of a root at 0.
     is_divided = origin.kernel == "aten::div" and origin.inputs[-1].num_zeros > 0
@@ -324,7 +324,7 @@ def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind
     if origin.needed is not None:
         same = "; float64 gives the same of what it read: no precision of this op cures it"
         cause += " in float64 as well" if fault == "unbounded" else same
-    return fault, cause + ("" if fault == "domain" else _flushed(origin)), cure
+    return fault, cause + ("" if fault == "domain" else _flushed_text(origin)), cure
 
 
 def _words(fault: Kind, op: str) -> tuple[str, str]:
@@ -334,7 +334,7 @@ def _words(fault: Kind, op: str) -> tuple[str, str]:
     return cause.format(op=op), cure.format(op=op, eps=eps)
 
 
-def _needs(origin: Origin) -> str:
+def _needed_text(origin: Origin) -> str:
     limit = torch.finfo(origin.dtype).max
     beyond = f"beyond the largest {dtype_name(origin.dtype)}, {limit:.6g}"
     if origin.needed is None:
@@ -344,8 +344,8 @@ def _needs(origin: Origin) -> str:
     return f"{what} {origin.needed:.6g}, {beyond}{'' if factor < 1.05 else f', by a factor of {factor:.3g}'}"
 
 
-def _of_scale(origin: Origin, context: Context, lowered: float) -> str:
-    needs = f"{_needs(origin)}, " if origin.needed is not None and math.isfinite(origin.needed) else ""
+def _scale_text(origin: Origin, context: Context, lowered: float) -> str:
+    needs = f"{_needed_text(origin)}, " if origin.needed is not None and math.isfinite(origin.needed) else ""
     text = (
         f"{needs}with the loss scale {context.loss_scale:g}; with 2**{int(math.log2(lowered))} every gradient is finite"
     )
@@ -357,7 +357,7 @@ def _of_scale(origin: Origin, context: Context, lowered: float) -> str:
     return text
 
 
-def _flushed(origin: Origin) -> str:
+def _flushed_text(origin: Origin) -> str:
     zeroed = next((read for read in origin.inputs if read.num_zeros and read.dtype in ("float16", "bfloat16")), None)
     if zeroed is None:
         return ""
@@ -370,7 +370,9 @@ def _flushed(origin: Origin) -> str:
 # What no kernel of the models made --------------------------------------------------------------------
 
 
-def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | None, context: Context) -> Overflow:
+def report_outside_models(
+    gradient: Tensor, number: int, output: Tensor, line: str | None, context: Context
+) -> Overflow:
     """Report a gradient that was non-finite when it arrived at a model's finite output.
 
     Args:

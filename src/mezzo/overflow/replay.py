@@ -26,7 +26,7 @@ from mezzo.cast.model.places import has_forward
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, shown
 from mezzo.hooks import OwnHook
-from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highest_scale, outside_models
+from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highest_scale, report_outside_models
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name, mapped, mark, tensors
@@ -101,19 +101,19 @@ def locate(
     search = Search(Context(models, policy, scale))
     backward: Backward = torch.autograd.backward if policy is None else autocast(policy).run_backward
     with untouched(models), search.hooked():
-        ends = [tensor for tensor in tensors(search.forward(fn)) if tensor.is_floating_point()]
-        if not ends:
+        outputs = [tensor for tensor in tensors(search.forward(fn)) if tensor.is_floating_point()]
+        if not outputs:
             raise PolicyError(
                 "fn returned no floating tensor",
                 why="a search begins at the loss and goes backward",
                 write="mezzo.overflow.locate(lambda: criterion(model(x), y), model)",
             )
-        origin = search.watch.first(ends)
+        origin = search.watch.first(outputs)
         if origin is not None and (
-            not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in ends)
+            not origin.may_be_meant or any(end.numel() == 1 and not is_finite(end) for end in outputs)
         ):
             return diagnose(origin, search.context)
-        starts = [_wide(end) * scale for end in ends if end.requires_grad]
+        starts = [_wide(end) * scale for end in outputs if end.requires_grad]
         return search.backward(starts, [torch.ones_like(start) for start in starts], backward) if starts else None
 
 
@@ -456,7 +456,7 @@ class _Replayed:
                 bad = [number for number, gradient in gradients.items() if not is_finite(gradient)]
                 if bad:
                     number = bad[0]
-                    return outside_models(gradients[number], number, outputs[number], call.line, search.context)
+                    return report_outside_models(gradients[number], number, outputs[number], call.line, search.context)
                 starts = [outputs[number] for number in gradients]
                 if (overflow := search.backward(starts, list(gradients.values()), run)) is not None:
                     # The input of one model may be the output of another.

@@ -221,9 +221,9 @@ class Watch:
 
     # After --------------------------------------------------------------------------------------------
 
-    def first(self, ends: Iterable[Tensor]) -> Origin | None:
+    def first(self, outputs: Iterable[Tensor]) -> Origin | None:
         """Return the first origin of the non-finite ones among these tensors; ``None`` where all are finite."""
-        bad = [tensor for tensor in ends if not measure.is_finite(tensor)]
+        bad = [tensor for tensor in outputs if not measure.is_finite(tensor)]
         if not bad:
             return None
         origins = [origin for tensor in bad if (origin := self._from.get(self._memory(tensor))) is not None]

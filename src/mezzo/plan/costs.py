@@ -66,7 +66,7 @@ class Meter:
     def __init__(self, graph: Graph, balance: Balance) -> None:
         self.graph, self.balance = graph, balance
         self._fake = FakeTensorMode()
-        self._known: dict[Any, CallCosts | Exception] = {}
+        self._costs_by_call: dict[Any, CallCosts | Exception] = {}
 
     def costs_of(self, op: GraphOp, node: Node, *, low: bool) -> CallCosts:
         """Return the costs of a call.
@@ -80,12 +80,12 @@ class Meter:
             Exception: The call cannot run on fake tensors of this precision.
         """
         key = (node.target, op.role, op.is_wide_inside, low, trains(node), _described(node, op))
-        if key not in self._known:
+        if key not in self._costs_by_call:
             try:
-                self._known[key] = self._measure(op, node, low)
+                self._costs_by_call[key] = self._measure(op, node, low)
             except Exception as error:  # torch and custom ops raise errors of any class
-                self._known[key] = error
-        result = self._known[key]
+                self._costs_by_call[key] = error
+        result = self._costs_by_call[key]
         if isinstance(result, Exception):
             raise result
         return result

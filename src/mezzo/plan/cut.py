@@ -254,8 +254,8 @@ class _Network:
             if len(consumers) > 1:
                 arcs.update({(consumer, lowered): math.inf for consumer in consumers})
                 arcs.update({(raised, consumer): math.inf for consumer in consumers})
-        ends = np.array(list(arcs), np.int32).reshape(-1, 2)
-        return cls(nodes, ends[:, 0], ends[:, 1], np.array(list(arcs.values()), np.float64))
+        arc_nodes = np.array(list(arcs), np.int32).reshape(-1, 2)
+        return cls(nodes, arc_nodes[:, 0], arc_nodes[:, 1], np.array(list(arcs.values()), np.float64))
 
     def matrix(self, values: np.ndarray[Any, Any]) -> Any:
         from scipy.sparse import csr_matrix

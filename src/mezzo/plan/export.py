@@ -88,9 +88,9 @@ def _rules_on(
     rules: dict[tuple[str, bool], None] = {}
     for module in inner_first:
         glob = ".".join("*" if part.isdecimal() else exact(part) for part in module.split("."))
-        alike = [other for other in choices if other and matches(other, glob)]
-        agree = all(other in is_low and is_low[other] == is_low[module] for other in alike)
-        has_more = any(lies_in(other, glob) for other in choices if other not in alike)
+        matched = [other for other in choices if other and matches(other, glob)]
+        agree = all(other in is_low and is_low[other] == is_low[module] for other in matched)
+        has_more = any(lies_in(other, glob) for other in choices if other not in matched)
         rules[glob if module and agree and not has_more else exact(module), is_low[module]] = None
     return [_rule(name, module or None, low) for module, low in rules]
 

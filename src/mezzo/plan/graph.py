@@ -27,14 +27,14 @@ from mezzo.cast.differences import find_differences
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.model.checks import wanted_storage
 from mezzo.cast.model.prepare import as_named, with_low_ends
-from mezzo.cast.products import Operands, Recipe, asked, recipe_on
+from mezzo.cast.products import Operands, Recipe, operands_or_reason, recipe_on
 from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors, require_switches
 from mezzo.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, tensors, values_of
+from mezzo.tensors import dtype_name, tensors, values_of
 from mezzo.trace.function_calls import op_name
 
 #: The choice that an op leaves. ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this
@@ -241,7 +241,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         ) from error
     names = list(inspect.signature(model.forward).parameters)
     policy = with_low_ends(model, as_named(model, policy))
-    storage = wanted_storage(model, policy, waits=True)
+    storage = wanted_storage(model, policy, expects_session=True)
     # Ops read the high half of a weight in halves, which costs no cast.
     dtypes: dict[Tensor, torch.dtype] = dict((*storage.plain.items(), *storage.halves.items()))
     stored = {path: dtypes[param] for path, param in model.named_parameters() if param in dtypes}
@@ -386,7 +386,7 @@ class _Reader:
                 self.graph.makers[node] = arguments[node]
             elif node.op in ("placeholder", "get_attr"):
                 if is_floating(node):
-                    self._begin(node, "source", self._source_path(node))
+                    self._add_op(node, "source", self._source_path(node))
             elif node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST):
                 self._autocast(node)
             elif node.target is _CHECKPOINT:
@@ -433,7 +433,7 @@ class _Reader:
             return
         if node.target is operator.setitem and inputs:
             self.graph.written.add(memory_of(value_of(inputs[0])))
-            self._work_on(makers[inputs[0]], node, name, inputs[0])
+            self._add_node(makers[inputs[0]], node, name, inputs[0])
             return
         converts = name in _CONVERTS and _names_dtype(node)
         same = next((read for read in inputs if any(_shares(read, result) for result in results)), None)
@@ -443,15 +443,15 @@ class _Reader:
                 makers[same].role, makers[same].reason = "fp32", "the program writes to it through a cast that is none"
             elif name.endswith("_") or node.kwargs.get("inplace") or _is_in_place(node.target):
                 self.graph.written.add(memory_of(value_of(same)))
-                self._work_on(makers[same], node, name, same)
+                self._add_node(makers[same], node, name, same)
             elif isinstance(value, Tensor):
                 self.graph.views[node] = same
             return
         operands = [read for read in inputs if is_floating(read) or not isinstance(value_of(read), Tensor)]
         if operands or any(result.is_floating_point() for result in results):
-            self._begin(node, *self._decided(node, name, operands))
+            self._add_op(node, *self._decided(node, name, operands))
 
-    def _begin(self, node: Node, role: Role, name: str, decision: Decision | None = None, reason: str = "") -> GraphOp:
+    def _add_op(self, node: Node, role: Role, name: str, decision: Decision | None = None, reason: str = "") -> GraphOp:
         value = value_of(node)
         floats = [tensor for tensor in tensors(value) if tensor.is_floating_point()]
         module = name.rpartition(".")[0] if role == "source" else self._module_path(node)
@@ -473,7 +473,7 @@ class _Reader:
             if decision is not None and decision.treatment in QUANTISED:
                 op.recipe = self._recipe(node, name, decision)
             op.is_wide_inside = (self.graph.emulates(name) and op.recipe is None) or keeps_weights
-            self._work_on(op, node, name, None)
+            self._add_node(op, node, name, None)
             if keeps_weights:
                 op.reads, op.wide_reads = op.reads[:1], op.reads[1:]
         return op
@@ -494,10 +494,10 @@ class _Reader:
             )
         args: Any = fx.map_arg(node.args, value_of)
         kwargs: Any = fx.map_arg(node.kwargs, value_of)
-        operands = asked(name, args, dict(kwargs), recipe.multiple)
+        operands = operands_or_reason(name, args, dict(kwargs), recipe.multiple)
         return (recipe, operands.is_turned) if isinstance(operands, Operands) else None
 
-    def _work_on(self, op: GraphOp, node: Node, name: str, target: Node | None) -> None:
+    def _add_node(self, op: GraphOp, node: Node, name: str, target: Node | None) -> None:
         """Add a node to an op, and the tensors that it reads; the dtype of one that it writes to stays."""
         op.nodes.append(node)
         reads = [read for read in node.all_input_nodes if read in self.graph.makers and read is not target]
@@ -516,7 +516,7 @@ class _Reader:
             if floats and floats[0].dtype in (torch.float32, self.policy.dtype):
                 return "asked", name, None, f"the program asks for {dtype_name(floats[0].dtype)}"
             return "own", name, None, "the program asks for another dtype"
-        if (why := self._why_own(node, name, inputs, floats)) is not None:
+        if (why := self._why_left_alone(node, name, inputs, floats)) is not None:
             return "own", name, None, why
         if name in _LIKE:
             return "follow", name, None, "it has the dtype of the tensor that it is given"
@@ -550,13 +550,13 @@ class _Reader:
             return "follow", name, decision, "the program asks for FP32 before it"
         return "free", name, decision, reason
 
-    def _why_own(self, node: Node, name: str, inputs: list[Node], floats: list[Tensor]) -> str | None:
+    def _why_left_alone(self, node: Node, name: str, inputs: list[Node], floats: list[Tensor]) -> str | None:
         """Return why a call is left alone; None if it is not."""
-        dtypes = (*CASTABLE[:1], self.policy.dtype)
+        dtypes = (torch.float32, self.policy.dtype)
         if reason := next(filter(None, reversed(self.autocasts)), ""):
             return reason
         if isinstance(node.target, HigherOrderOperator):
-            return "it is a program in itself"
+            return "it is a higher-order operator, a graph of its own"
         if any(value_of(read).dtype not in dtypes for read in inputs if is_floating(read)):
             return "it reads another dtype"
         if any(result.dtype not in dtypes for result in floats):

@@ -158,11 +158,11 @@ def painted(graph: Listed) -> tuple[bool, ...]:
     lists, producers, consumers = graph.lists, graph.inputs, graph.consumers()
     allowed, denied, inferred, clear = ({op for op, colour in enumerate(lists) if colour == name} for name in
                                         ("allow", "deny", "infer", "clear"))  # fmt: skip
-    ends = _spread(denied | inferred, lambda op: producers[op], clear)
-    fp32 = _spread(denied, lambda op: consumers[op], ends)
+    before_denied = _spread(denied | inferred, lambda op: producers[op], clear)
+    fp32 = _spread(denied, lambda op: consumers[op], before_denied)
     free = (inferred | clear) - fp32
-    after = _spread(allowed, lambda op: consumers[op], free)
-    low = _spread(allowed, lambda op: producers[op], after)
+    after_allowed = _spread(allowed, lambda op: consumers[op], free)
+    low = _spread(allowed, lambda op: producers[op], after_allowed)
     low = _spread(low, lambda op: (*producers[op], *consumers[op]), clear - fp32)
     return tuple(op in low for op in range(len(lists)))
 

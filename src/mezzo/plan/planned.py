@@ -292,7 +292,7 @@ def _ratio(cost: float, best: float) -> str:
 
 
 def _few(plan: Plan) -> Iterator[RenderableType]:
-    if chosen := _alike(plan, "cut", lambda op: format_text([op.dtype])):
+    if chosen := _folded_rows(plan, "cut", lambda op: format_text([op.dtype])):
         yield Text("chosen", style="bold")
         yield table(("op", "module", "precision"), chosen)
     rounding = Counter(op.op for op in plan.ops if op.dtype != op.by_autocast == "float32")
@@ -301,13 +301,13 @@ def _few(plan: Plan) -> Iterator[RenderableType]:
         keep = "+".join(rounding)
         text = f"{names}: 16 bits here, and FP32 under torch.autocast; fp32={keep} in the policy keeps it"
         yield Text(printable(text), overflow="fold")
-    if left := _alike(plan, "left alone", lambda op: op.reason):
+    if left := _folded_rows(plan, "left alone", lambda op: op.reason):
         rest = f", and {len(left) - _MOST_ROWS} more rows" if len(left) > _MOST_ROWS else ""
         yield Text(f"left alone{rest}", style="bold")
         yield table(("op", "module", "because"), left[:_MOST_ROWS])
 
 
-def _alike(plan: Plan, decided: Decider, last: Callable[[PlannedOp], str]) -> list[tuple[str, str, str]]:
+def _folded_rows(plan: Plan, decided: Decider, last: Callable[[PlannedOp], str]) -> list[tuple[str, str, str]]:
     """Return a row for each group of like ops: those of modules that differ in an index, and those of one module."""
     ops = [op for op in plan.ops if op.decided == decided]
     folds = folded(ops, lambda op: op.module, lambda op: (op.op, last(op)))

@@ -80,14 +80,14 @@ def plan(
     """
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="plan(model, …)")
-    asked = Policy.of(policy)
-    require_choice(asked)
+    given_policy = Policy.of(policy)
+    require_choice(given_policy)
     require_extra("plan", "a plan needs scipy", "scipy.sparse.csgraph")
     number = objective_number(objective)
     args, kwargs = arguments(inputs, "mezzo.plan.plan")
     with autocast("O0"):  # a region around the call has no influence on the plan
-        graph = capture(model, args, kwargs, asked)
-        balance = balance_of(graph.device_type, asked.dtype, emulated="products" in graph.emulated)
+        graph = capture(model, args, kwargs, given_policy)
+        balance = balance_of(graph.device_type, given_policy.dtype, emulated="products" in graph.emulated)
         costs = Costs(graph, balance, objective=number, fused=fused)
     low = cheapest(costs.problem).low[: len(graph.ops)]
     result = planned(costs, low, objective=number, name=type(model).__name__)

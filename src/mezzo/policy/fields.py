@@ -486,7 +486,7 @@ def save(entries: Iterable[str], rules: Iterable[Rule], path: str | os.PathLike[
         data = "\n".join([*lines, ""]).encode()
         if len(data) > _MOST_BYTES:
             raise ValueError(f"its file would have {len(data):,} bytes, of at most {_MOST_BYTES:,}")
-        with files.whole(path) as file:
+        with files.atomic_file(path) as file:
             file.write(data)
     except (OSError, ValueError) as error:  # also of a null byte in the path
         is_bare = isinstance(error, OSError) and "\n" not in str(error)

@@ -11,7 +11,6 @@ import torch
 
 from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
-from mezzo.policy import fields as texts
 from mezzo.policy.fields import Level
 from mezzo.policy.ops import MOVES, OPS, QUANTISED, VIEWS, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, both, format_rules
@@ -300,19 +299,21 @@ class Policy:
         if form == "out=" and not self.casts and of_op.rule is not None:
             why = f"{keeps}; {of_op.rule} is idle there: under {self.level} nothing tells it from compiled code's own"
             return Decision(treatment="native", rule=None, reason=why, source="torch")
-        whole = self.module_rule(module or "")
-        is_island = whole is not None and whole is of_op.rule and whole.treatment == "fp32"
+        module_rule = self.module_rule(module or "")
+        is_island = module_rule is not None and module_rule is of_op.rule and module_rule.treatment == "fp32"
         written: Written = "left" if is_island else self.written(op, of_op, device_type)
         gets = f"gets {of_op.treatment}: {of_op.reason}"
         if written == "left":
             also = "" if of_op.treatment == "native" else f"; {op}, which returns a new tensor, {gets}"
             return Decision(treatment="native", rule=None, reason=keeps + also, source="torch")
         here_alone = device_type is None and self.written(op, of_op, "cuda") == "left"
-        elsewhere = f"; on {_KINDS['cuda']} {_AS_IN['native']}" * here_alone
+        note_on_cuda = f"; on {_KINDS['cuda']} {_AS_IN['native']}" * here_alone
         if written == "follows":
-            reason = f"{keeps}, and what it reads is cast to that{elsewhere}"
+            reason = f"{keeps}, and what it reads is cast to that{note_on_cuda}"
             return Decision(treatment="promote", rule=None, reason=reason, source=of_op.source)
-        return dataclasses.replace(of_op, reason=f"{keeps}, and the result is rounded to that; {op} {gets}{elsewhere}")
+        return dataclasses.replace(
+            of_op, reason=f"{keeps}, and the result is rounded to that; {op} {gets}{note_on_cuda}"
+        )
 
     def module_rule(self, path: str) -> Rule | None:
         """Return the rule that treats a module of the model as a whole, if one does."""
@@ -387,7 +388,7 @@ class Policy:
         """
         if not isinstance(text, str):
             raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,bf16")')
-        return cls(**fields.resolved(*texts.read(text)))
+        return cls(**fields.resolved(*fields.read(text)))
 
     @classmethod
     def of(cls, value: PolicyLike) -> Policy:
@@ -408,9 +409,9 @@ class Policy:
             try:
                 return cls.parse(value)
             except PolicyError:
-                is_text = texts.is_opening(value.partition(",")[0].strip())
+                is_text = fields.is_opening(value.partition(",")[0].strip())
                 is_path = os.path.exists(value) and os.sep in value  # of a folder, too, which `load` refuses
-                if os.path.isfile(value) or is_path or (value.endswith(texts.SUFFIX) and not is_text):
+                if os.path.isfile(value) or is_path or (value.endswith(fields.SUFFIX) and not is_text):
                     return cls.load(value)
                 raise
         raise PolicyError(
@@ -438,7 +439,7 @@ class Policy:
         Raises:
             PolicyError: It cannot be written.
         """
-        texts.save(self._entries(fields.FIELDS), self.rules, path)
+        fields.save(self._entries(fields.FIELDS), self.rules, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -447,7 +448,7 @@ class Policy:
         Raises:
             PolicyError: No such file, or all its wrong lines: each with its number, and the nearest key or word.
         """
-        level, field_texts = texts.load(path)
+        level, field_texts = fields.load(path)
         try:
             return cls(**fields.resolved(level, field_texts))
         except PolicyError as problem:
@@ -487,10 +488,10 @@ def _from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norm
         return Decision(treatment=treatment, rule=None, reason=reason, source=source)
     treatment = entry.portable if lists == "portable" else by_device[_default_kind()]
     words = _AS_IN if lists == "portable" else {}
-    elsewhere = [
+    device_notes = [
         f"on {_KINDS[device]} {words.get(other, other)}" for device, other in by_device.items() if other != treatment
     ]
-    reason = "; ".join((entry.reason, *elsewhere))
+    reason = "; ".join((entry.reason, *device_notes))
     return Decision(treatment=treatment, rule=None, reason=reason, source=_DECIDERS[lists])
 
 

@@ -127,11 +127,11 @@ def exact(path: str) -> str:
     return _SPECIAL.sub(r"[\1]", path)
 
 
-def written(glob: str) -> str:
+def escaped(glob: str) -> str:
     """Return a glob as a policy's text has it: a character that separates there is put between square brackets.
 
     Example:
-        >>> written("a,b.*"), written("a[,]b.*")
+        >>> escaped("a,b.*"), escaped("a[,]b.*")
         ('a[,]b.*', 'a[,]b.*')
     """
     return _SINGLE.sub(lambda match: f"[{match[1]}]" if match[1] else match[0], glob)
@@ -149,7 +149,7 @@ def matches(path: str, glob: str) -> bool:
 
 def _spells(glob: str, path: str) -> bool:
     """Whether a glob is a path's own text, letter by letter."""
-    return written(path) == written(glob)
+    return escaped(path) == escaped(glob)
 
 
 def as_named(glob: str, paths: Iterable[str]) -> str:
@@ -274,10 +274,10 @@ class Rule:
             write = ";\nor ".join(_example(self.treatment, target) for target in globs)
             raise PolicyError("a rule must match something", where=f"{rule})", write=write)
         for target, glob in globs.items():
-            if glob == "" or (target == "op" and glob is not None and written(glob) != glob):
-                raise _unwritten(self.treatment, target, glob)
+            if glob == "" or (target == "op" and glob is not None and escaped(glob) != glob):
+                raise _unwritable_error(self.treatment, target, glob)
             if glob is not None:
-                object.__setattr__(self, target, written(glob))
+                object.__setattr__(self, target, escaped(glob))
         if self.param is not None and (self.op is not None or self.module is not None):
             raise PolicyError(
                 f"the rule on parameter {self.param!r} also names an op or a module",
@@ -366,8 +366,8 @@ class Rule:
     @property
     def _names_module(self) -> bool:
         """Whether it is written by its module alone."""
-        whole = self.op is None or (self.treatment in QUANTISED and self.op == "*")
-        return whole and self.module is not None
+        is_every_op = self.op is None or (self.treatment in QUANTISED and self.op == "*")
+        return is_every_op and self.module is not None
 
     def __str__(self) -> str:
         return f"{self.key}={self.name}"
@@ -392,7 +392,7 @@ class Decision:
     source: str
 
 
-def _unwritten(treatment: Treatment | str, target: str, glob: str, entry: str = "") -> PolicyError:
+def _unwritable_error(treatment: Treatment | str, target: str, glob: str, entry: str = "") -> PolicyError:
     """Build the error of a name that a text would cut in two; the entry has it whole."""
     write = f"one name for each {target}: {_example(treatment, target)}"
     if entry and not re.search(r"\s", glob):  # which is a slip
@@ -437,8 +437,8 @@ def parse_rules(key: str, names: str, reason: str = "") -> tuple[Rule, ...]:
     treatment, _, target = key.rpartition("_") if key not in TREATMENTS else (key, "", "")
     scoped = [("", "", name) if target else name.partition("@") for name in names_in(names)]
     for op, at, glob in scoped:
-        if (name := written(glob)) != glob:
-            raise _unwritten(treatment, target or "module", glob, f"{key}={op}{at}{name}")
+        if (name := escaped(glob)) != glob:
+            raise _unwritable_error(treatment, target or "module", glob, f"{key}={op}{at}{name}")
     if target:
         return tuple(Rule(cast(Any, treatment), **{target: glob}, reason=reason) for *_, glob in scoped)
     selectors = ((op, module if at else None) for op, at, module in scoped)

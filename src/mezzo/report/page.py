@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from mezzo.errors import require_extra
 from mezzo.explanation.rows import format_text
-from mezzo.files import whole
+from mezzo.files import atomic_file
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram
 from mezzo.report.verdict import cells, operand_cells, short, verdict
@@ -121,12 +121,12 @@ def draw_statistics(path: str | os.PathLike[str], rows: Iterable[Mapping[str, An
 
 def _limits(axis: Any) -> None:
     for target, colour in _FORMATS:
-        for number, (exponent, style) in enumerate(_ends(target)):
+        for number, (exponent, style) in enumerate(_range_limits(target)):
             label = format_text([target.name]) if number == 0 else None
             axis.axvline(exponent - 0.5, color=colour, linestyle=style, linewidth=1, label=label)
 
 
-def _ends(target: Format) -> tuple[tuple[int, str], ...]:
+def _range_limits(target: Format) -> tuple[tuple[int, str], ...]:
     """Return the powers of two at which a format begins to lose: its largest number's end, normal numbers, all."""
     normal = math.frexp(target.smallest_normal)[1] - 1
     return (math.frexp(target.max)[1], "-"), (normal, "-"), (normal - target.mantissa_bits, ":")
@@ -221,8 +221,8 @@ def draw_curves(comparison: Comparison, path: Path) -> None:
             finite = [value for value in line if math.isfinite(value)]
             smallest, largest = min([smallest, *finite]), max([largest, *finite])
             losses.plot(range(1, len(line) + 1), line, label=short(policy) if number == 0 else None, **style)
-            beside = differences_of(comparison, run)
-            differences.plot(range(1, len(beside) + 1), beside, **style)
+            difference_line = differences_of(comparison, run)
+            differences.plot(range(1, len(difference_line) + 1), difference_line, **style)
             if len(set(run.scales)) > 1:
                 exponents = [math.log2(scale) if scale > 0 else math.nan for scale in run.scales]
                 axes[2].step(range(1, len(exponents) + 1), exponents, where="mid", **style)
@@ -239,7 +239,7 @@ def draw_curves(comparison: Comparison, path: Path) -> None:
     axes[-1].set_xlabel(f"step          {where}")
     handles, labels = losses.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    with whole(path) as file:
+    with atomic_file(path) as file:
         figure.savefig(file, format="png")
 
 
@@ -266,7 +266,7 @@ def write_page(comparison: Comparison, path: Path) -> None:
     template = jinja2.Environment(autoescape=True).from_string(text)
     tables = [(heads, rows), operand_cells(comparison)]
     page = template.render(comparison=comparison, verdict=verdict(comparison), tables=tables, figures=figures)
-    with whole(path) as file:
+    with atomic_file(path) as file:
         file.write(page.encode())
 
 

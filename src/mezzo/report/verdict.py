@@ -201,11 +201,11 @@ def verdict(comparison: Comparison) -> list[str]:
         more = 3 if (comparison.seeds or 0) < 3 else 2 * (comparison.seeds or 0)
         lines.append(f"Undecided needs more seeds: --seeds {more}, for a script that takes --seed.")
     sized = [(row.held_bytes + row.saved_bytes, row.policy) for row in compared if row.held_bytes and row.saved_bytes]
-    whole = next((size for size, policy in sized if policy == "O0"), None)
-    if whole is not None and len(sized) > 1:
+    fp32_size = next((size for size, policy in sized if policy == "O0"), None)
+    if fp32_size is not None and len(sized) > 1:
         least, policy = min(sized)
         lines.append(
-            f"Least memory: {short(policy)}, {byte_text(least)} held and saved, {least / whole:.2f}× that of FP32."
+            f"Least memory: {short(policy)}, {byte_text(least)} held and saved, {least / fp32_size:.2f}× that of FP32."
         )
     if any(row.emulated for row in compared):
         lines.append("Products were emulated: time, and what recurrent layers save, say nothing about the format.")
@@ -372,7 +372,7 @@ def _cells(row: PolicyRow, base: PolicyRow | None, full: bool) -> list[str]:
     if row.interval is not None:
         low, high = (number(end, sign=True, digits=3) for end in row.interval)
         difference += f" ({low} … {high})"
-    beside = row if base is None else base
+    reference = row if base is None else base
     shown = [
         short(row.policy),
         "FP32" if row.verdict == "reference" else row.verdict,
@@ -380,8 +380,8 @@ def _cells(row: PolicyRow, base: PolicyRow | None, full: bool) -> list[str]:
         difference,
         number(row.loss),
         "–" if row.step_ms is None else f"{row.step_ms:.3g}",
-        _size(row.held_bytes, None if beside is row else beside.held_bytes, full),
-        _size(row.saved_bytes, None if beside is row else beside.saved_bytes, full),
+        _size(row.held_bytes, None if reference is row else reference.held_bytes, full),
+        _size(row.saved_bytes, None if reference is row else reference.saved_bytes, full),
         str(row.skipped),
         scale_text(row.scale),
     ]

@@ -367,10 +367,10 @@ def _out_of_order(values: Mapping[str, Any], wrong: Collection[str]) -> Iterator
         least, most = values[lower], values[upper]
         if lower not in wrong and upper not in wrong and most is not None and least > most:
             yield PolicyError(
-                f"{lower} {_written(least)} is above {upper} {_written(most)}",
+                f"{lower} {_value_text(least)} is above {upper} {_value_text(most)}",
                 where="LossScale",
                 why="the scale stays between floor and ceiling",
-                write=f"{upper}={_written(least)}" if upper == "ceiling" else f"floor={_written(most)}",
+                write=f"{upper}={_value_text(least)}" if upper == "ceiling" else f"floor={_value_text(most)}",
             )
 
 
@@ -403,17 +403,17 @@ def _write(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     if mode == "none":
         return "none"
     named = [name for name, usual in defaults.items() if values[name] != usual and name != "mode"]
-    words = [f"{name}={_written(values[name])}" for name in named if mode == "dynamic" or name != "init"]
+    words = [f"{name}={_value_text(values[name])}" for name in named if mode == "dynamic" or name != "init"]
     if mode == "constant":  # its scale needs no name
-        words = [_written(values["init"]), *words]
+        words = [_value_text(values["init"]), *words]
     return f"{mode}({','.join(words)})" if words else str(mode)
 
 
-def _written(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Write a field's value so that it reads back exactly; large and small powers of two as powers.
 
     Example:
-        >>> _written(2.0**24), _written(1000.0), _written(0.3), _written(None)
+        >>> _value_text(2.0**24), _value_text(1000.0), _value_text(0.3), _value_text(None)
         ('2**24', '1000', '0.3', 'none')
     """
     if value is None:

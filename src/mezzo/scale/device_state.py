@@ -91,14 +91,16 @@ class Scaler:
         reports, self._reports = self._reports, []
         if not reports or self.config.mode == "none":
             return
-        before = self.state
-        if self.in_graph or before.scale.device.type != "cpu":
-            self.state = ScaleState(*self._compute(moved_on, (self.config,), [*before.tensors(), *reports]))
+        old_state = self.state
+        if self.in_graph or old_state.scale.device.type != "cpu":
+            self.state = ScaleState(*self._compute(moved_on, (self.config,), [*old_state.tensors(), *reports]))
             return
         values = list(map(bool, map(Tensor.numpy, reports)))  # numpy asks nothing of a device
         overflowed, is_held = _as_one_step(values, not_)
-        after = before if is_held else next_scale_on_host(before, overflowed, self.config)
-        self.state = replace(after, scale=before.scale.clone()) if after.scale is before.scale else after
+        new_state = old_state if is_held else next_scale_on_host(old_state, overflowed, self.config)
+        self.state = (
+            replace(new_state, scale=old_state.scale.clone()) if new_state.scale is old_state.scale else new_state
+        )
 
     def set(self, scale: float | Tensor) -> None:
         """Set another scale, and drop what steps have reported; the count of clean steps goes on. No host sync.

@@ -413,7 +413,7 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
     summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
     records: list[StepRecord] = read_steps(folder / METRICS) if (folder / METRICS).exists() else []
     losses = [record.loss for record in records]
-    ends = [record.loss for record in records[-math.ceil(_TAIL * len(records)) :] if not record.skipped]
+    last_losses = [record.loss for record in records[-math.ceil(_TAIL * len(records)) :] if not record.skipped]
     state, low_share = summary.get("state_bytes"), summary.get("low_share")
     scale = summary.get("scale")
     return Run(
@@ -421,7 +421,7 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
         seed=seed,
         code=summary["code"],
         metric=None,
-        loss=(statistics.fmean(ends) if ends else math.nan) if losses else None,
+        loss=(statistics.fmean(last_losses) if last_losses else math.nan) if losses else None,
         steps=len(records),
         skipped=sum(record.skipped for record in records),
         nonfinite=sum(not math.isfinite(loss) for loss in losses),

@@ -101,7 +101,7 @@ def rehearse(
     error: BaseException | None = None
     with Seams() as seams:
         calls.watch(seams)
-        after = register_optimizer_step_post_hook(calls.stepped)
+        step_hook = register_optimizer_step_post_hook(calls.stepped)
         try:
             program.run()
         except Enough:
@@ -109,7 +109,7 @@ def rehearse(
         except BaseException as raised:
             error = raised.with_traceback(own_traceback(raised))
         finally:
-            after.remove()
+            step_hook.remove()
     results = []
     for policy in [policies] if isinstance(policies, Policy) else policies:
         for call in calls.seen:
@@ -267,12 +267,12 @@ class Inspection:
         tensors = (tensor for step in self.evidence.steps for tensor in step.tensors)
         groups = grouped(tensors, lambda tensor: (tensor.kind, tensor.path if by_tensor else ""))
         for tensor_kind, path in sorted(groups, key=lambda key: KINDS.index(key[0])):
-            whole = RecordedTensor.total_of(groups[tensor_kind, path])
+            total = RecordedTensor.total_of(groups[tensor_kind, path])
             for target in FORMATS:
-                coverage = whole.histogram.coverage(target)
-                shares = (coverage.underflow, coverage.subnormal, coverage.overflow - whole.histogram.infs)
+                coverage = total.histogram.coverage(target)
+                shares = (coverage.underflow, coverage.subnormal, coverage.overflow - total.histogram.infs)
                 flushed, subnormal, overflow = (n / coverage.total if coverage.total else None for n in shares)
-                share = math.nan if whole.swallowed is None else whole.swallowed.share(target)
+                share = math.nan if total.swallowed is None else total.swallowed.share(target)
                 yield Lost(
                     kind=tensor_kind, tensor=path, format=target.name, flushed=flushed, subnormal=subnormal,
                     overflow=overflow, swallowed=None if math.isnan(share) else share,

@@ -112,11 +112,12 @@ def number_after(words: str, text: str) -> tuple[float, str] | None:
         (99.1, '%')
     """
     last = printed_last(text)
-    if last is not None and _alike(last[0]) == _alike(words):  # "best accuracy at epoch 7" in one run, 8 in another
+    # "best accuracy at epoch 7" in one run is "best accuracy at epoch 8" in another.
+    if last is not None and _normalised(last[0]) == _normalised(words):
         return last[1], last[2]
     sought, lines = r"[\s_-]+".join(map(re.escape, words.split())), _lines(text)
-    ends = "" if re.search(r"\W$", words.strip()) else r"(?![^\W_])"
-    for pattern in (rf"(?<![^\W_]){sought}{ends}", sought):  # whole words before parts of words
+    word_end = "" if re.search(r"\W$", words.strip()) else r"(?![^\W_])"
+    for pattern in (rf"(?<![^\W_]){sought}{word_end}", sought):  # whole words before parts of words
         for line in reversed(lines):
             for end in reversed([match.end() for match in re.finditer(pattern, line, re.IGNORECASE)]):
                 if number := _first(line, end):
@@ -182,7 +183,7 @@ def _clean(words: str) -> str:
     return words if re.search(r"[^\W\d_]", words) else ""
 
 
-def _alike(words: str) -> str:
+def _normalised(words: str) -> str:
     return " ".join(re.split(r"[\s_-]+", re.sub(r"(?<=\s)\d+\b", "0", words.strip().lower())))
 
 

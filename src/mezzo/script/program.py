@@ -164,10 +164,12 @@ def options_of(script: Path) -> Callable[[str], bool]:
                 case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if name in _OPEN_ENDED:
                     return lambda option: True
             stems = [root / name.replace(".", "/") for name in _imported(node) for root in (script.parent, path.parent)]
-            beside = {file for stem in stems for file in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")}
-            waiting |= {file for file in beside if file.is_file()} - files
-    known = [name.lstrip("-").replace("_", "-") for name in names]
-    return lambda option: any(name.startswith(option.partition("=")[0].lstrip("-")) for name in known)
+            imported_files = {
+                file for stem in stems for file in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")
+            }
+            waiting |= {file for file in imported_files if file.is_file()} - files
+    option_names = [name.lstrip("-").replace("_", "-") for name in names]
+    return lambda option: any(name.startswith(option.partition("=")[0].lstrip("-")) for name in option_names)
 
 
 def _imported(node: ast.AST) -> list[str]:

@@ -22,7 +22,7 @@ from mezzo.policy import Policy, Schedule
 from mezzo.script.program import Enough, StepRecord
 from mezzo.session import Stats, Step
 from mezzo.session.observers import Watched
-from mezzo.step.verdict import Judged
+from mezzo.step.verdict import JudgedGradients
 from mezzo.tensors import LOW, dtype_name, moved
 from mezzo.trace.function_calls import user_line
 from mezzo.trace.recording import KernelTeller
@@ -272,7 +272,7 @@ class StepLog:
         if self._report.steps == self._most:
             raise Enough
 
-    def judged(self, engine: Watched, judged: Judged) -> None:
+    def judged(self, engine: Watched, judged: JudgedGradients) -> None:
         """Record a step's loss: that of the first evaluation where there are several."""
         if self._loss is None:
             self._loss = next(iter(judged.losses), None)

@@ -212,27 +212,27 @@ class AttachedPrecision(MixedPrecision):
         """
         self._require_open("add")
         weights, engine = self._weights, self._engine
-        _, added = models_and_optimizers(weights.models, listed(optimizers))
-        check_optimizers(weights.models, added, self.policy)
-        new = {id(param) for optimizer in added for param in weights.leaves(optimizer)}
+        _, new_optimizers = models_and_optimizers(weights.models, listed(optimizers))
+        check_optimizers(weights.models, new_optimizers, self.policy)
+        new_params = {id(param) for optimizer in new_optimizers for param in weights.leaves(optimizer)}
         engine.replan()
-        overlapping = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
+        overlapping = [window for window in engine.windows if not window.plan.ids.isdisjoint(new_params)]
         if any(window.now.passes and window.has_gradients() for window in overlapping):
             raise StateError(
                 "optimizers were added inside an accumulation window",
-                where=some_of([type(optimizer).__name__ for optimizer in added]),
+                where=some_of([type(optimizer).__name__ for optimizer in new_optimizers]),
                 write="amp.step() or amp.zero_grad() first",
             )
-        weights.optimizers += added
+        weights.optimizers += new_optimizers
         try:
             engine.plan_anew()
         except BaseException:
-            weights.optimizers[:] = [optimizer for optimizer in weights.optimizers if optimizer not in added]
+            weights.optimizers[:] = [optimizer for optimizer in weights.optimizers if optimizer not in new_optimizers]
             raise
-        weights.prepare_optimizers(added)
-        for undo in engine.watch(added):
+        weights.prepare_optimizers(new_optimizers)
+        for undo in engine.watch(new_optimizers):
             self._undo.callback(undo)
-        self._take_over(added)
+        self._take_over(new_optimizers)
 
     def _take_over(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -311,13 +311,13 @@ class AttachedPrecision(MixedPrecision):
             with engine.writes.stepping_by(session_optimizer, handing_on(plain, args, kwargs)):
                 self.step(session_optimizer, evaluate)
             return losses[0] if losses else None
-        loss, asked = None, handing_on(plain, args, kwargs)
+        loss, step_call = None, handing_on(plain, args, kwargs)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            asked = functools.partial(asked, None)
+            step_call = functools.partial(step_call, None)
         has_gradients = any_gradient(self._weights.leaves(session_optimizer))
-        with engine.writes.stepping_by(optimizer, asked) as returned:
+        with engine.writes.stepping_by(optimizer, step_call) as returned:
             if not has_gradients and engine.ranks.size == 1:
                 engine.writes.steps_by[optimizer]()
             else:
@@ -326,7 +326,7 @@ class AttachedPrecision(MixedPrecision):
                     [session_optimizer],
                     engine.step(
                         [session_optimizer],
-                        by=None if optimizer is session_optimizer else engine.writes.steps_by[optimizer],
+                        step_call=None if optimizer is session_optimizer else engine.writes.steps_by[optimizer],
                     ),
                 )
         return loss if closure is not None else returned[0] if returned else None
@@ -500,35 +500,39 @@ class _Parts:
 # In place of functions of torch's -----------------------------------------------------------------------------
 
 
-def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *engine_arguments: Any) -> Any:
     """Run a backward pass: as the session's, if it reaches the session's parameters, or may by passes inside."""
-    engine, (_, creates_graph, inputs, _, accumulates) = engine_of(amp), asked
+    engine, (_, creates_graph, inputs, _, accumulates) = engine_of(amp), engine_arguments
     if (outer := thread_owner()) is not None:
-        return run_inside(outer, engine, plain, roots, gradients, *asked)
+        return run_inside(outer, engine, plain, roots, gradients, *engine_arguments)
     if not accumulates:
-        return _differentiate(amp, plain, roots, gradients, *asked)
+        return _differentiate(amp, plain, roots, gradients, *engine_arguments)
     walk = walk_of(roots, inputs)
     windows = engine.reached(walk)
     if not windows and (walk.is_anothers or not walk.runs_others):
-        return plain(roots, gradients, *asked)
+        return plain(roots, gradients, *engine_arguments)
 
     def run(scaled: tuple[Any, ...]) -> Any:
         # Checkpoints are recomputed under the policy.
-        return weights_of(amp).region().differentiate(plain, plain, scaled, gradients, *asked)
+        return weights_of(amp).region().differentiate(plain, plain, scaled, gradients, *engine_arguments)
 
     return run_pass(engine, roots, run, windows, walk, inputs=inputs, creates_graph=creates_graph)
 
 
-def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+def _differentiate(
+    amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *engine_arguments: Any
+) -> Any:
     """Return gradients as ``torch.autograd.grad`` does: with a scale on the way, where parameters' are asked for."""
-    engine, inputs = engine_of(amp), walk_of((), asked[2]).leaves
+    engine, inputs = engine_of(amp), walk_of((), engine_arguments[2]).leaves
     if engine.scale_now is None or is_transformed() or len(engine.foreign_leaves(inputs)) == len(inputs):
-        return plain(roots, gradients, *asked)
+        return plain(roots, gradients, *engine_arguments)
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:
         def inside() -> Any:
             return plain(
-                roots, tuple(gradient if gradient is None else scaled(gradient) for gradient in gradients), *asked
+                roots,
+                tuple(gradient if gradient is None else scaled(gradient) for gradient in gradients),
+                *engine_arguments,
             )
 
         return weights_of(amp).region().differentiate(inside, inside)

@@ -81,7 +81,7 @@ class Calls:
                 if isinstance(module, nn.ModuleList | nn.ModuleDict):
                     continue  # which is no function
                 for name in methods_of(type(module)) if methods else ["forward"]:
-                    call = self._around(getattr(module, name), module, is_root=module is root, name=name)
+                    call = self._replacement(getattr(module, name), module, is_root=module is root, name=name)
                     self._undo.callback(patch(module, name, types.MethodType(call, module)))
         self._forget_compiled()
 
@@ -105,7 +105,9 @@ class Calls:
         if self._unhooked:
             forget_compiled()
 
-    def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str) -> Callable[..., Any]:
+    def _replacement(
+        self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str
+    ) -> Callable[..., Any]:
         is_call = _always if name == "forward" else self._has_outside_tensor
         region_hook: Within | None = None
         output_hook: GivesOut | None = None

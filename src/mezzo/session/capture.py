@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, message, raise_together, shown
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.engine import Engine
-from mezzo.session.observers import GraphObserver, StepObserver, Watched, observing, watching
+from mezzo.session.observers import GraphObserver, StepObserver, Watched, context_observers, watching
 from mezzo.session.session import MixedPrecision, engine_of, weights_of
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
-from mezzo.step.verdict import Judged
+from mezzo.step.verdict import JudgedGradients
 from mezzo.tensors import Frame, addresses, described, leaves, mapped, tensors
 from mezzo.weights.stepping import in_memory, keep_memory
 
@@ -34,7 +34,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 #: Calls that are real steps before the recording: they compile kernels, and make the states of optimizers.
-_FIRST: Final = 3
+_NUM_REHEARSALS: Final = 3
 
 
 def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
@@ -164,19 +164,19 @@ class Captured(Generic[R]):
         if graph is None:
             return _detached(self._fn(*args, **kwargs))
         self._amp.autocast()  # which a closed session refuses
-        raise_together(_looked_at(engine))
+        raise_together(_observer_errors(engine))
         engine.writes.require_whole()
         engine.account.check()
         _require_no_window(engine)
         if self._changes != engine.changes:  # of the policy: what is computed is something else, at the same addresses
             self._changes, self._calls, self._recorded, self._observers = engine.changes, 0, None, []
             graph.clear()
-        observers = [observer for observer in observing() if isinstance(observer, GraphObserver)]
-        late = [observer for observer in observers if observer not in self._observers]
-        if self._recorded is not None and late:
+        observers = [observer for observer in context_observers() if isinstance(observer, GraphObserver)]
+        late_observers = [observer for observer in observers if observer not in self._observers]
+        if self._recorded is not None and late_observers:
             raise StateError(
                 "a recorder was put on after the graph was captured",
-                where=repr(late[0]),
+                where=repr(late_observers[0]),
                 why="a graph counts what it was captured with",
                 write="with Recorder(…) as recorder: around all calls of captured = mezzo.capture(…), once more",
             )
@@ -203,17 +203,17 @@ class Captured(Generic[R]):
         waits = self._recorded is None and (
             self._rehearsed != _places(engine) or any(map(_lacks_momentum, engine.weights.optimizers))
         )
-        if waits or self._calls < _FIRST:
+        if waits or self._calls < _NUM_REHEARSALS:
             self._calls += 1
-            is_last = self._calls >= _FIRST and not waits
-            with _noting() if is_last else nullcontext():
+            is_last = self._calls >= _NUM_REHEARSALS and not waits
+            with _with_capture_note() if is_last else nullcontext():
                 output = graph.run(lambda: self._run(batch.arguments), refuses_syncs=is_last)
             self._rehearsed = _places(engine)
             return output
         if self._recorded is None:
-            with _noting():
+            with _with_capture_note():
                 self._recorded = self._record(graph, batch)
-            self._observers = [*observing()]
+            self._observers = [*context_observers()]
         else:
             _refuse_changes(self._recorded.holds, _held(engine))
             engine.update()  # what a step outside has left to the next loss
@@ -226,14 +226,14 @@ class Captured(Generic[R]):
     def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> R:
         """Return what the train step returns; raise for operations that no graph can follow."""
         engine, (args, kwargs) = engine_of(self._amp), arguments
-        looks, before = _Looks(self, engine), _options(engine.weights.optimizers, counts_writes=True)
+        observer, before = _CaptureObserver(self, engine), _options(engine.weights.optimizers, counts_writes=True)
         engine.is_captured = True
         try:
-            with watching(looks), torch.enable_grad():
+            with watching(observer), torch.enable_grad():
                 output = _detached(self._fn(*args, **kwargs))
         finally:
             engine.is_captured = False
-        looks.require_step()
+        observer.require_step()
         if changed := _changes(before, _options(engine.weights.optimizers, counts_writes=True)):
             raise StateError(
                 "the train step changes its optimizer's options",
@@ -312,7 +312,7 @@ def _detached(output: R) -> R:
 
 
 @contextmanager
-def _noting() -> Iterator[None]:
+def _with_capture_note() -> Iterator[None]:
     """Say, beside what torch raises, what no graph can hold."""
     try:
         yield
@@ -329,8 +329,8 @@ def _noting() -> Iterator[None]:
 # What a train step may not do ------------------------------------------------------------------------------
 
 
-class _Looks:
-    """Looks on while a train step runs for a graph: an observer, which refuses what the graph could not follow."""
+class _CaptureObserver:
+    """Watches a train step that runs for a graph, and refuses what the graph could not follow."""
 
     def __init__(self, captured: Captured[Any], engine: Engine) -> None:
         self._captured, self._engine, self._steps = captured, engine, 0
@@ -348,7 +348,7 @@ class _Looks:
                 write="MixedPrecision([model, other], [optimizer, another], policy), one session for both",
             )
 
-    def judged(self, engine: Watched, judged: Judged) -> None:
+    def judged(self, engine: Watched, judged: JudgedGradients) -> None:
         """Gradients are the graph's own."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
@@ -384,9 +384,9 @@ def _require_no_window(engine: Engine) -> None:
         )
 
 
-def _looked_at(engine: Engine) -> Iterator[MezzoError]:
+def _observer_errors(engine: Engine) -> Iterator[MezzoError]:
     """Yield what looks at each step by Python, of which a replay has none."""
-    for observer in (*engine.observers, *observing()):
+    for observer in (*engine.observers, *context_observers()):
         if isinstance(observer, GraphObserver):
             continue
         yield UnsupportedError(
@@ -399,7 +399,7 @@ def _looked_at(engine: Engine) -> Iterator[MezzoError]:
 
 def _problems(engine: Engine) -> Iterator[MezzoError]:
     """Yield all that keeps a session's steps from being captured."""
-    yield from _looked_at(engine)
+    yield from _observer_errors(engine)
     weights, device = engine.weights, engine.device
     if engine.plain or engine.waits:
         yield UnsupportedError(
@@ -416,26 +416,26 @@ def _problems(engine: Engine) -> Iterator[MezzoError]:
             write="the train step without mezzo.capture",
         )
     held_tensors = [t for model in weights.models for t in (*model.parameters(), *model.buffers())]
-    if elsewhere := {str(t.device) for t in held_tensors if t.device != device}:
+    if other_devices := {str(t.device) for t in held_tensors if t.device != device}:
         yield UnsupportedError(
             "a graph is of one device, and the session is not",
-            where=f"loss scale on {device}, parameters on {', '.join(sorted(elsewhere))} too",
+            where=f"loss scale on {device}, parameters on {', '.join(sorted(other_devices))} too",
             write=f'model.to("{device}") before the session is made',
         )
     for optimizer in weights.optimizers:
-        lacks = [] if as_one_pass(optimizer) is not None else list(_lacks(optimizer, device))
-        if lacks:
+        reasons = [] if as_one_pass(optimizer) is not None else list(_missing_options(optimizer, device))
+        if reasons:
             name = type(optimizer).__name__
             yield UnsupportedError(
                 f"{name} cannot be captured as it was made",
-                where="\n".join(dict.fromkeys(lacks)),
+                where="\n".join(dict.fromkeys(reasons)),
                 why="the host decides whether it steps, or its kernel keeps the learning rate of the recorded step",
                 write=f"torch.optim.{name}(…, fused=True, capturable=True, "
                 f'lr=torch.tensor(…, device="{device}")), where it has these; or mezzo.optim.AdamW(…)',
             )
 
 
-def _lacks(optimizer: Optimizer, device: torch.device) -> Iterator[str]:
+def _missing_options(optimizer: Optimizer, device: torch.device) -> Iterator[str]:
     """Yield what an optimizer that is not mezzo's lacks to be captured."""
     for number, group in enumerate(optimizer.param_groups):
         lr = group["lr"]
@@ -499,7 +499,7 @@ class _Batch:
         if list(batch) != list(self._leaves):
             return "the structure of its arguments"
         pairs = zip(self._leaves.values(), batch.values(), strict=True)
-        unlike = ((recorded, value) for recorded, value in pairs if not _alike(recorded, value))
+        unlike = ((recorded, value) for recorded, value in pairs if not _is_same_leaf(recorded, value))
         return next((f"{_shown(recorded)} → {_shown(value)}" for recorded, value in unlike), "")
 
 
@@ -513,7 +513,7 @@ def _shown(value: Any) -> str:
     return described(value) + (", requires_grad" if value.requires_grad else "")
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _is_same_leaf(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -534,7 +534,7 @@ def _held(engine: Engine) -> dict[str, Any]:
         settings[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
         settings[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
         settings[f"training of {name}"] = [module.training for module in model.modules()]
-    settings["what optimizers update"] = [*plan.ends, *map(id, plan.params)]
+    settings["what optimizers update"] = [*plan.ends_of_params, *map(id, plan.params)]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
         settings[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
@@ -631,13 +631,13 @@ class CudaGraph:
             refuses_syncs: Whether to let torch raise where it waits for the device: with the line at fault, and no
                 stream left half captured.
         """
-        around = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(around)
+        outer_stream = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer_stream)
         try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), _syncs(refused=refuses_syncs):
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream), _refuse_syncs(when=refuses_syncs):
                 return run()
         finally:
-            around.wait_stream(self._stream)
+            outer_stream.wait_stream(self._stream)
 
     def record(self, run: Callable[[], T]) -> T:
         """Record a call; nothing is computed.
@@ -646,8 +646,8 @@ class CudaGraph:
             RuntimeError: The code asks the device for a value.
         """
         with torch.cuda.device(self._device):  # around all of this, since set_stream changes the device too
-            around = torch.cuda.current_stream()
-            self._stream.wait_stream(around)
+            outer_stream = torch.cuda.current_stream()
+            self._stream.wait_stream(outer_stream)
             try:
                 with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                     return run()
@@ -658,7 +658,7 @@ class CudaGraph:
                 generator.graphsafe_set_state(generator.clone_state())
                 raise
             finally:
-                torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
+                torch.cuda.set_stream(outer_stream)  # which torch leaves undone where the capture has failed
 
     def clear(self) -> None:
         """Drop what was recorded, and its memory, so that another run can be recorded."""
@@ -673,11 +673,11 @@ class CudaGraph:
 
 
 @contextmanager
-def _syncs(*, refused: bool) -> Iterator[None]:
+def _refuse_syncs(*, when: bool) -> Iterator[None]:
     """Make torch raise where code in the block waits for the device."""
-    before = torch.cuda.get_sync_debug_mode() if refused else None
+    before = torch.cuda.get_sync_debug_mode() if when else None
     try:
-        if refused:
+        if when:
             with warnings.catch_warnings():  # a warning raised as an error would leave the mode set
                 warnings.filterwarnings("ignore", message="Synchronization debug mode")
                 torch.cuda.set_sync_debug_mode("error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,9 @@ from mezzo import sharded
 from mezzo.backward import runs_backward
 from mezzo.cast.mode import acting_modes
 from mezzo.cast.model.checks import Stored, is_alone, kept, lost_by
-from mezzo.cast.model.prepare import Preparation
+from mezzo.cast.model.prepare import Preparation, Prepared
 from mezzo.compiling import forget_compiled, placed_in
-from mezzo.errors import StateError, message, raise_together, some_of
+from mezzo.errors import MezzoError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import one_pass
 from mezzo.policy import Policy
@@ -26,11 +27,14 @@ from mezzo.scale.state import ScaleState
 from mezzo.session.engine import Engine
 from mezzo.session.inner import InnerScales
 from mezzo.session.refusals import check_optimizers
-from mezzo.session.state_tree import within
+from mezzo.session.state_tree import passes_since_step, within
 from mezzo.session.weights import widen_states
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import LOW
 from mezzo.weights.models import Form, of_halves
+
+#: What ranks vote on.
+_CALL: Final = "change(policy)"
 
 
 def change(engine: Engine, policy: Policy) -> None:
@@ -43,10 +47,47 @@ def change(engine: Engine, policy: Policy) -> None:
     Raises:
         MezzoError: See there. The former policy is in force.
     """
-    require_now(engine)
-    weights = engine.weights
+    weights, ranks, step = engine.weights, engine.ranks, engine.account.begun
+    plans, staying, problem = list[Preparation](), list[Tensor](), None
+    try:
+        require_now(engine)
+        plans, staying = _planned(engine, policy)
+    except MezzoError as error:
+        problem = error
+    ranks.vote(_CALL, str(policy), problem, step=step)
     if policy == weights.policy:
         return
+    pairs = list(zip(weights.prepared, plans, strict=True))
+    try:  # what exchanges, now that all ranks are here
+        for prepared, plan in pairs:
+            raise_together(lost_by(prepared.model, plan.storage))
+    except MezzoError as error:
+        problem = error
+    ranks.vote(f"{_CALL}, whose values fit", "", problem, step=step)
+    with uninterrupted():
+        _carry_out(engine, policy, pairs)
+    if staying:
+        text = message(
+            "weights stay stored as they were beside DistributedDataParallel",
+            where=f"change() to {policy}: {some_of(list(map(weights.name_of, staying)))}",
+            why="it knows the parameters as they are; what is computed is the same, and so is the memory",
+            write="the level of the whole run before DistributedDataParallel(model), where memory matters",
+        )
+        warnings.warn(text, stacklevel=4)
+
+
+def _planned(engine: Engine, policy: Policy) -> tuple[list[Preparation], list[Tensor]]:
+    """Plan the change, and change nothing; no rank asks another one.
+
+    Returns:
+        A plan for each model; and the weights that stay stored as they are.
+
+    Raises:
+        MezzoError: What stands against it.
+    """
+    weights = engine.weights
+    if policy == weights.policy:
+        return [], []
     if (placed := placed_in(weights.models)) is not None:
         raise StateError(
             "the model is compiled by a plan",
@@ -60,40 +101,37 @@ def change(engine: Engine, policy: Policy) -> None:
         came_as = prepared.came_as() | came_as  # of two that share a tensor the first knows
     plans = [Preparation.of(it.model, policy, it.devices, came_as=came_as) for it in weights.prepared]
     staying = [tensor for plan in plans for tensor in _beside_wrappers(engine, plan.storage)]
-    dtypes = {tensor: torch.float32 for plan in plans for tensor in plan.storage.halves}
+    dtypes: dict[Tensor, torch.dtype] = {}
     for plan in plans:
-        dtypes |= plan.storage.plain  # type: ignore[arg-type]
+        dtypes |= plan.storage.plain | dict.fromkeys(plan.storage.halves, torch.float32)
     check_optimizers(weights.models, weights.optimizers, policy, dtypes)
-    pairs = list(zip(weights.prepared, plans, strict=True))
-    for prepared, plan in pairs:
-        raise_together(lost_by(prepared.model, plan.storage))
-    before = [prepared.plan for prepared in weights.prepared]
-    with uninterrupted():
-        with _without_gradients(engine), ExitStack() as undo:
+    return plans, staying
+
+
+def _carry_out(engine: Engine, policy: Policy, pairs: list[tuple[Prepared, Preparation]]) -> None:
+    """Carry the plans out, or nothing where this raises, on all ranks."""
+    before, problem, step = [prepared.plan for prepared, _ in pairs], None, engine.account.begun
+    with _without_gradients(engine), ExitStack() as undo:
+        try:
             undo.callback(engine.plan_anew)
             for prepared, plan in pairs:
                 prepared.change(plan, undo)
-            for prepared, earlier in zip(weights.prepared, before, strict=True):
+            for (prepared, _), earlier in zip(pairs, before, strict=True):
                 prepared.remember(earlier)
             _tell(engine, policy, undo)
             _carry_scale(engine, policy.loss_scale, undo)
             engine.plan_anew()
-            undo.pop_all()
-        engine.changes += 1
-        if not engine.plan.is_driven:
-            engine.clear()
-        torch.clear_autocast_cache()
-        forget_compiled()
-        for prepared, plan in pairs:
-            plan.params.find_gathered(prepared.model)
-    if staying:
-        text = message(
-            "weights stay stored as they were beside DistributedDataParallel",
-            where=f"change() to {policy}: {some_of(list(map(weights.name_of, staying)))}",
-            why="it knows the parameters as they are; what is computed is the same, and so is the memory",
-            write="the level of the whole run before DistributedDataParallel(model), where memory matters",
-        )
-        warnings.warn(text, stacklevel=4)
+        except BaseException as error:
+            problem = error
+        engine.ranks.vote(f"{_CALL}, which is carried out", "", problem, step=step)
+        undo.pop_all()
+    engine.changes += 1
+    if not engine.plan.is_driven:
+        engine.clear()
+    torch.clear_autocast_cache()
+    forget_compiled()
+    for prepared, plan in pairs:
+        plan.params.find_gathered(prepared.model)
 
 
 def require_now(engine: Engine) -> None:
@@ -118,7 +156,7 @@ def require_now(engine: Engine) -> None:
             why="what runs now has begun under the former policy",
             write="amp.change(policy) between two steps, outside of amp.autocast()",
         )
-    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
+    passes = passes_since_step(engine)
     if passes or (engine.plan.units and sharded.has_unreduced(engine.plan.units)):
         raise StateError(
             "change() inside an accumulation window",
@@ -133,10 +171,20 @@ def _beside_wrappers(engine: Engine, stored: Stored) -> list[Tensor]:
 
     Raises:
         StateError: The policy computes something else with them.
+        UnsupportedError: Shards would have 16 bits alone, or have them.
     """
+    moves = stored.moves()
+    narrow = [it for it, form in moves.items() if not (form.is_wide and Form.of(it).is_wide)]
+    if sharded_low := [it for it in narrow if not is_alone(it)]:
+        raise UnsupportedError(
+            "shards cannot become, or have been, 16 bits alone",
+            where=some_of(list(map(engine.weights.name_of, sharded_low))),
+            why="fully_shard was told of the dtypes in which it gathers and reduces",
+            write="O0, O1 and O2 in place of O3; or a new model, mezzo.fully_shard(model, policy), a new session",
+        )
     swapped = [
         tensor
-        for tensor, form in stored.moves().items()
+        for tensor, form in moves.items()
         if isinstance(tensor, nn.Parameter) and is_alone(tensor) and not (form.in_halves and of_halves(tensor))
     ]
     if not swapped or not (dist.is_available() and dist.is_initialized()):
@@ -144,8 +192,8 @@ def _beside_wrappers(engine: Engine, stored: Stored) -> list[Tensor]:
     models = engine.weights.models
     is_wrapped = any(isinstance(module, DistributedDataParallel) for model in models for module in model.modules())
     staying: list[Tensor] = [*swapped] if is_wrapped or engine.wrappers.are_there else [*kept(swapped)]
-    moves = stored.moves()
-    if in_16_bits := [it for it in staying if it.dtype in LOW or not (moves[it].is_exact or moves[it].in_halves)]:
+    ids = set(map(id, narrow))
+    if in_16_bits := [it for it in staying if id(it) in ids]:
         raise StateError(
             "weights cannot become, or have been, 16 bits alone beside DistributedDataParallel",
             where=some_of(list(map(engine.weights.name_of, in_16_bits))),

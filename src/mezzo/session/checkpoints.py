@@ -10,7 +10,7 @@ import torch
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from mezzo.errors import StateError
-from mezzo.files import opened, whole
+from mezzo.files import atomic_file, opened
 
 #: An attribute of MS-DOS.
 _FOLDER: Final = 0x10
@@ -55,7 +55,7 @@ def save(path: str | os.PathLike[str], /, *, each_rank: bool = False, **parts: A
     before = get_crc32_options()
     set_crc32_options(True)  # whatever this process asks of its other files: without them no damage is seen
     try:
-        with whole(path) as file:
+        with atomic_file(path) as file:
             torch.save(states, file)
     finally:
         set_crc32_options(before)

@@ -18,7 +18,7 @@ from mezzo.session.engine import Engine
 from mezzo.session.stats import Step
 from mezzo.session.writers import check_numbers, inner_optimizers
 from mezzo.step.gradients import multiply
-from mezzo.step.verdict import Judged
+from mezzo.step.verdict import JudgedGradients
 from mezzo.tensors import tensors
 from mezzo.weights.stepping import stored_again
 
@@ -74,7 +74,7 @@ class _Evaluations:
         self._engine, self._optimizer, self._closure = engine, optimizer, closure
         self._writes = engine.writes
         (self._window,) = (window for window in engine.windows if optimizer in window.plan.optimizers)
-        self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
+        self._last: tuple[JudgedGradients, Tensor | None, Tensor | None] | None = None
 
     def run(self) -> Step:
         engine, weights = self._engine, self._engine.weights
@@ -175,8 +175,10 @@ def _remembering(optimizer: Optimizer) -> Callable[[], None]:
     def restore() -> None:
         optimizer.state.clear()
         for key, entry in values.items():
-            if isinstance(there := state[key], dict):  # an optimizer may know the addresses of its tensors
-                entry = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in entry.items()}
+            if isinstance(old_entry := state[key], dict):  # an optimizer may know the addresses of its tensors
+                entry = {
+                    n: old_entry[n].copy_(value) if isinstance(value, Tensor) else value for n, value in entry.items()
+                }
             optimizer.state[key] = entry
         for group, before in zip(optimizer.param_groups, options, strict=True):
             params = group["params"]

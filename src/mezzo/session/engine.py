@@ -28,7 +28,7 @@ from mezzo.optim.groups import changes_nothing
 from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
-from mezzo.session.observers import StepObserver, observing
+from mezzo.session.observers import StepObserver, context_observers
 from mezzo.session.passes import SessionPass, Walk, entered, times
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.step_plan import StepPlan, planned
@@ -37,7 +37,7 @@ from mezzo.session.window import Window, carry_over
 from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, any_gradient, clear_to_zeros, dense, norms
-from mezzo.step.verdict import Judged, Verdict, concluded, not_finite
+from mezzo.step.verdict import JudgedGradients, Verdict, judge_step_numbers, not_finite
 from mezzo.tensors import foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
@@ -139,11 +139,11 @@ class Engine:
                 window.adopt_plan(part)
             windows.append(window)
         if any(window.carried is not None for window in (*self.windows, *windows)):
-            old_windows = zip(self.windows, old_leaves, strict=True)
-            before = {leaf: old.carried for old, leaves in old_windows for leaf in leaves}
-            after = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
-            for leaf in before | after:
-                carry_over(leaf, before.get(leaf), after.get(leaf))
+            pairs = zip(self.windows, old_leaves, strict=True)
+            old_carried = {leaf: old.carried for old, leaves in pairs for leaf in leaves}
+            new_carried = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
+            for leaf in old_carried | new_carried:
+                carry_over(leaf, old_carried.get(leaf), new_carried.get(leaf))
             for window in windows:
                 window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
@@ -249,7 +249,7 @@ class Engine:
         if is_first:
             if self.writes.broken:
                 self.writes.require_whole()
-            for observer in (*self.observers, *observing()):
+            for observer in (*self.observers, *context_observers()):
                 observer.begins(self, scale)
         seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plan.is_driven
         for window in windows:
@@ -390,7 +390,7 @@ class Engine:
         Raises:
             StateError: Nothing says whether they carry the scale; or some are the last step's.
         """
-        names = [] if self.waits else window.written(optimizers)
+        names = [] if self.waits else window.names_of_written(optimizers)
         if names and self.scale_now is not None and not window.now.has_made:
             raise window.unknown(f"{call}() before backward()", names)
         if names:
@@ -401,7 +401,7 @@ class Engine:
     def step(
         self,
         optimizers: Collection[Optimizer],
-        by: Callable[..., Any] | None = None,
+        step_call: Callable[..., Any] | None = None,
     ) -> Step:
         """Judge the gradients of some optimizers once; then update, or skip, all of them together.
 
@@ -409,8 +409,8 @@ class Engine:
 
         Args:
             optimizers: Those that step, as far as they have gradients.
-            by: Called in place of the one optimizer's ``step``, and only if it is not skipped: how a framework learns
-                of that. One host sync.
+            step_call: Called in place of the one optimizer's ``step``, and only if that is not skipped, so that a
+                framework learns of it. One host sync.
 
         Raises:
             StateError: No gradient, or an earlier update that was ended half-way.
@@ -422,35 +422,36 @@ class Engine:
         self.account.check()
         with uninterrupted():
             if self.ranks.size == 1:
-                step = self._step(optimizers, by)
+                step = self._step(optimizers, step_call)
             else:
                 with self.errors_sent_to_ranks():
-                    step = self._step(optimizers, by)
+                    step = self._step(optimizers, step_call)
         return self.accounted(step)
 
     def accounted(self, step: Step) -> Step:
         """Warn if the account says so, show the step to observers, and return it."""
         if self.account.warning:
             self.account.warn()
-        for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
+        # Last of all: they may run passes of their own, and raise.
+        for observer in (*self.observers, *context_observers()):
             observer.stepped(self, step)
         return step
 
-    def _step(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
+    def _step(self, optimizers: Collection[Optimizer], step_call: Callable[..., Any] | None) -> Step:
         if self.writes.broken:
             self.writes.require_whole()
         windows, writers = self._open(optimizers, "step"), list[Writer]()
         if not self._has_warned:
             self.warn_of_edits(windows)
         for window in windows:
-            writers += window.plan.writers_of(optimizers, asked=by is not None)
+            writers += window.plan.writers_of(optimizers, host_decides=step_call is not None)
         for writer in writers:
             check_numbers(writer.optimizer)
         # An attribute of a parameter in halves costs thrice that of others unless no class is asked for its functions.
-        with DisableTorchFunctionSubclass() if by is None and all(map(_IS_OWN, writers)) else nullcontext():
+        with DisableTorchFunctionSubclass() if step_call is None and all(map(_IS_OWN, writers)) else nullcontext():
             judged, absent = self.judge(windows, writers)
             try:
-                self.writes.write(writers, windows, judged, by)
+                self.writes.write(writers, windows, judged, step_call)
             except BaseException as error:
                 if not self.writes.broken:
                     self.ranks.fall_behind(error)
@@ -483,7 +484,7 @@ class Engine:
                 self.ranks.absent(error, self.device, step=number + 1, largest=largest)
             raise
 
-    def judge(self, windows: list[Window], writers: Sequence[Writer]) -> tuple[Judged, Tensor | None]:
+    def judge(self, windows: list[Window], writers: Sequence[Writer]) -> tuple[JudgedGradients, Tensor | None]:
         """Judge the gradients that some writers are for, with all ranks that step together.
 
         Returns:
@@ -503,7 +504,7 @@ class Engine:
         leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
         for writer in writers:
             optimizers.add(writer.optimizer)
-            is_plain = is_plain or (writer.is_shown and not writer.waits)
+            is_plain = is_plain or (writer.exposes_gradients and not writer.waits)
         for window in windows:
             if not window.now.passes and not self.plain:
                 self._takes_written(window, optimizers, "step")
@@ -520,7 +521,7 @@ class Engine:
         for window in windows:
             losses += window.now.losses
             flags += [] if window.now.found_inf is None else [window.now.found_inf]
-            flags += [] if window.now.passes else window.has_skipped()
+            flags += [] if window.now.passes else window.skip_flags()
         if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
             losses, flags = ([moved(value, self.device) for value in values] for values in (losses, flags))
         positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
@@ -532,7 +533,7 @@ class Engine:
         inner, self._inner = [] if self._inner is None else [self._inner], None
         divides = any(map(_DIVIDES, writers))
         static = scale is not None, self.max_grad_norm is not None, divides, len(inner), len(losses)
-        results = shared(concluded, static, [sizes, *numbers, *inner, *losses, *flags])
+        results = shared(judge_step_numbers, static, [sizes, *numbers, *inner, *losses, *flags])
         grad_norm, found_inf, multiplier, failed, *fused = results
         absent = None
         if self.ranks.size > 1:
@@ -548,7 +549,7 @@ class Engine:
             is_one=not numbers,
             as_fused=tuple(fused),
         )
-        judged = Judged(
+        judged = JudgedGradients(
             params=params,
             gradients=gradients,
             scale=scale,
@@ -558,11 +559,11 @@ class Engine:
             losses=losses,
             failed=failed,
         )
-        for observer in (*self.observers, *observing()):
+        for observer in (*self.observers, *context_observers()):
             observer.judged(self, judged)
         return judged, absent
 
-    def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
+    def finish(self, windows: list[Window], judged: JudgedGradients, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
         self.inner_scales.num_calls = 0
@@ -641,9 +642,9 @@ class Engine:
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
         gradients = self.differentiated([outputs], run)
-        asked = set(map(id, inputs))
+        input_ids = set(map(id, inputs))
         for window in self.windows:
-            if not window.plan.ids.isdisjoint(asked):
+            if not window.plan.ids.isdisjoint(input_ids):
                 window.now = window.now._replace(has_made=True)
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
 
@@ -663,7 +664,7 @@ class Engine:
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
             scale = self.inner_scales.next(scale)
-        for observer in (*self.observers, *observing()):
+        for observer in (*self.observers, *context_observers()):
             observer.begins(self, scale)
         with SessionPass(self, scale):
             gradients = list(run(partial(times, scale)))
@@ -671,11 +672,12 @@ class Engine:
             return gradients
         back = inverse(scale)
         gradients = [g if g is None else times(back, g).to(g.dtype) for g in gradients]
-        dense_gradients = [g.detach() for g in gradients if g is not None and not is_batch_of_gradients(g)]
+        dense_gradients = [
+            sharded.local(g.detach()) for g in gradients if g is not None and not is_batch_of_gradients(g)
+        ]
         if dense_gradients:
-            self._note_inner(
-                [output.detach() for output in outputs if isinstance(output, Tensor)], dense_gradients, adapts=adapts
-            )
+            here = [sharded.local(output.detach()) for output in outputs if isinstance(output, Tensor)]
+            self._note_inner(here, dense_gradients, adapts=adapts)
         return gradients
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:

@@ -92,6 +92,6 @@ def moved_on(growth: float, scale: Tensor, bound: Tensor, outputs: Tensor, resul
     overflowed, is_held = results * 0.0 != 0.0, outputs * 0.0 != 0.0
     higher, doubled = bound * growth, scale * 2.0
     has_room = (doubled - higher <= 0.0) & (doubled * results <= _LARGEST)
-    after = torch.where(overflowed, scale * _FALL, torch.where(has_room, doubled, scale))
+    new_scale = torch.where(overflowed, scale * _FALL, torch.where(has_room, doubled, scale))
     higher = torch.where(overflowed, scale * _LOWER, higher)
-    return torch.where(is_held, scale, after), torch.where(is_held, bound, higher)
+    return torch.where(is_held, scale, new_scale), torch.where(is_held, bound, higher)

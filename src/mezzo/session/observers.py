@@ -14,7 +14,7 @@ from torch import Tensor
 from mezzo.backward import set_thread_owner
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
-from mezzo.step.verdict import Judged
+from mezzo.step.verdict import JudgedGradients
 
 if TYPE_CHECKING:
     from mezzo.distributed.exchange import Ranks
@@ -51,7 +51,7 @@ class StepObserver(Protocol):
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """A backward pass is about to begin, whose gradients will carry ``scale``; ``None`` for none."""
 
-    def judged(self, engine: Watched, judged: Judged) -> None:
+    def judged(self, engine: Watched, judged: JudgedGradients) -> None:
         """Called when the gradients of a step, or of a closure's evaluation, were checked; nothing is written yet."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
@@ -82,7 +82,7 @@ def watching(observer: StepObserver) -> Iterator[None]:
         _WATCHING.reset(token)
 
 
-def observing() -> tuple[StepObserver, ...]:
+def context_observers() -> tuple[StepObserver, ...]:
     """Return the observers of this context; while torch.compile traces, which cannot ask, there are none."""
     return () if torch.compiler.is_compiling() else _WATCHING.get()
 
@@ -143,7 +143,7 @@ class Locates:
         if not any(window.now.passes for window in engine.windows):
             self._replay.clear()
 
-    def judged(self, engine: Watched, judged: Judged) -> None:
+    def judged(self, engine: Watched, judged: JudgedGradients) -> None:
         """No-op: the verdict does not say where an overflow began."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
@@ -164,7 +164,7 @@ class Raises:
     """Ends the run at the first overflow, with the gradients that are not finite."""
 
     def __init__(self) -> None:
-        self._judged: Judged | None = None
+        self._judged: JudgedGradients | None = None
 
     def __repr__(self) -> str:
         return 'on_overflow="raise"'
@@ -172,7 +172,7 @@ class Raises:
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """No-op: only a step can overflow."""
 
-    def judged(self, engine: Watched, judged: Judged) -> None:
+    def judged(self, engine: Watched, judged: JudgedGradients) -> None:
         """Keep the norms until it is known whether the step is skipped."""
         self._judged = judged
 

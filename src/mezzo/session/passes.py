@@ -40,6 +40,7 @@ from mezzo.patches import Binding
 from mezzo.scale.state import inverse
 from mezzo.session.step_plan import StepPlan
 from mezzo.session.window import Window
+from mezzo.sharded import local
 from mezzo.tensors import LOW, moved
 
 R = TypeVar("R")
@@ -89,13 +90,13 @@ def walked(roots: Iterable[Any]) -> Walk:
             first.append((node, 0))
         elif root.requires_grad:
             leaves.append(root)
-    nodes, ends, seen = list[Any](), list[Any](), {None}
+    nodes, accumulators, seen = list[Any](), list[Any](), {None}
     for edges in chain([first], map(_EDGES, nodes)):  # `nodes` grows in this loop
         for node, _ in edges:
             if node not in seen:
                 seen.add(node)
-                (ends if type(node) is _ACCUMULATES else nodes).append(node)
-    leaves += map(_VARIABLE, ends)
+                (accumulators if type(node) is _ACCUMULATES else nodes).append(node)
+    leaves += map(_VARIABLE, accumulators)
     return Walk(leaves, nodes)
 
 
@@ -108,8 +109,8 @@ def walk_of(roots: Iterable[Any], inputs: Collection[Any]) -> Walk:
     """
     if not inputs:
         return walked(roots)
-    ends = (getattr(end.node, "variable", end) if isinstance(end, GradientEdge) else end for end in inputs)
-    return Walk(list(ends), [])
+    leaves = (getattr(end.node, "variable", end) if isinstance(end, GradientEdge) else end for end in inputs)
+    return Walk(list(leaves), [])
 
 
 def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: bool) -> None:
@@ -223,14 +224,20 @@ def run_pass(
         foreign = engine.foreign_leaves(walk.leaves)
         refuse_scaled(roots, foreign if inputs else (), creates_graph=creates_graph)
     for root in roots:
-        if isinstance(root, Tensor) and root.numel() == 1:
-            losses.append(root.detach().reshape(()))
+        if isinstance(root, Tensor):
+            losses += _judged(root)
     with SessionPass(engine, scale) as this:
         this.open(windows, losses, foreign)
         scaled_roots = list(roots)
         for number, root in enumerate(scaled_roots if scale is not None else ()):
             scaled_roots[number] = times(scale, root) if root.requires_grad else root
         return run(tuple(scaled_roots))
+
+
+def _judged(loss: Tensor) -> list[Tensor]:
+    """Return what a step asks of a loss, 0-d and detached, of a DTensor this rank's part; of many numbers nothing."""
+    here = local(loss.detach())
+    return [here.reshape(())] if here.numel() == 1 else []
 
 
 class SessionPass:
@@ -258,7 +265,7 @@ class SessionPass:
         # In the five lines without a scale passes inside find all windows open.
         self._holds = scale is not None or engine.plan.is_driven
         self._back: Tensor | None = None  # 1/scale, computed at its first use
-        self._around: int | None = number_of_pass()  # the number of the pass in which this one begins, or -1
+        self._outer_number: int | None = number_of_pass()  # the number of the pass in which this one begins, or -1
         self._number: int | None = None
         self._losses: dict[Window, list[Tensor]] = {}  # by window that the pass has opened
         self._said: list[Tensor] = []
@@ -271,7 +278,7 @@ class SessionPass:
 
     def _open(self) -> None:
         self.is_closed = False
-        self._has_door = self._holds and not (self._engine.has_door and self._around is not None)
+        self._has_door = self._holds and not (self._engine.has_door and self._outer_number is not None)
         if self._has_door:
             self._undo.append(Binding.join(*door(), ref(self), _inside))
         if _RETAINED and self._scale is not None:
@@ -298,7 +305,7 @@ class SessionPass:
     def around_now(cls, engine: Opens, scale: Tensor | None) -> Self:
         """Return the pass that runs now. Autograd alone holds it: ends it, or drops it if the pass fails."""
         session_pass = cls(engine, scale)
-        session_pass._around, session_pass._number = None, number_of_pass()
+        session_pass._outer_number, session_pass._number = None, number_of_pass()
         if scale is not None:
             refuse_scaled((), (), creates_graph=is_grad_enabled())
         call_at_end(session_pass)
@@ -309,7 +316,7 @@ class SessionPass:
     def runs_here(self) -> bool:
         """Whether this thread works for this pass, in a node of its graph or of a pass inside."""
         number = number_of_pass()
-        return number == self._number or (number != self._around and thread_owner() is self)
+        return number == self._number or (number != self._outer_number and thread_owner() is self)
 
     def runs_in(self, engine: Opens) -> bool:
         """Whether this pass is the engine's, and this thread works for it."""
@@ -447,7 +454,9 @@ def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[
     return (None if gradient is None else _unscaled(back, gradient),)
 
 
-def run_inside(outer: Any, engine: Opens, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+def run_inside(
+    outer: Any, engine: Opens, plain: Callable[..., Any], roots: Any, gradients: Any, *engine_arguments: Any
+) -> Any:
     """Run a pass that begins inside of another: as a part of that one, if that is a pass of this engine.
 
     Args:
@@ -456,23 +465,23 @@ def run_inside(outer: Any, engine: Opens, plain: Callable[..., Any], roots: Any,
         plain: What runs it.
         roots: Where it begins.
         gradients: The gradients of these.
-        *asked: What else torch's engine is given.
+        *engine_arguments: What else torch's engine is given.
     """
     if isinstance(outer, SessionPass) and outer.needs_door(engine):
-        return _inside(outer, plain, roots, gradients, *asked)
-    return plain(roots, gradients, *asked)
+        return _inside(outer, plain, roots, gradients, *engine_arguments)
+    return plain(roots, gradients, *engine_arguments)
 
 
-def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients: Any, *engine_arguments: Any) -> Any:
     """Run a pass; if this thread works for an outer one, as a part of it, whose gradients carry the scale already."""
     if not this.runs_here():
-        return plain(roots, gradients, *asked)
-    *_, inputs, _, accumulates = asked
+        return plain(roots, gradients, *engine_arguments)
+    *_, inputs, _, accumulates = engine_arguments
     if accumulates:
         this.join([], walk_of(roots, inputs), is_inside=True)
     forget = set_thread_owner(this)
     try:
-        return plain(roots, gradients, *asked)
+        return plain(roots, gradients, *engine_arguments)
     finally:
         forget()
 
@@ -502,7 +511,7 @@ class _Entry(Function):
     def forward(ctx: Any, loss: Tensor, _: Tensor, engine: Opens, scale: Tensor | None) -> Tensor:
         """Return the loss. The empty leaf is reached by each pass without ``inputs=``."""
         ctx.engine, ctx.scale = engine, scale
-        ctx.losses = [loss.detach().reshape(())] if loss.numel() == 1 else []  # many numbers cannot be judged
+        ctx.losses = _judged(loss)
         return loss.view_as(loss)
 
     @staticmethod

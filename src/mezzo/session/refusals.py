@@ -74,23 +74,23 @@ def _kind_of(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
+def chosen(optimizers: Any, of_session: list[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that a call names; all of the session's when omitted.
 
     Raises:
         PolicyError: One that is not the session's; or none is named.
     """
     if optimizers is None:
-        return known
-    named = listed(optimizers)
-    foreign = [_kind_of(optimizer) for optimizer in named if optimizer not in known]
-    if foreign or not named:
+        return of_session
+    chosen_optimizers = listed(optimizers)
+    foreign = [_kind_of(optimizer) for optimizer in chosen_optimizers if optimizer not in of_session]
+    if foreign or not chosen_optimizers:
         raise PolicyError(
             "the optimizer is not the session's" if foreign else "optimizers are named, and there is none",
             where=some_of(foreign),
             write="one that MixedPrecision(models, optimizers, policy) was given; all of them when omitted",
         )
-    return named
+    return chosen_optimizers
 
 
 def check_loss(loss: Any) -> None:
@@ -133,7 +133,7 @@ def reaction_of(word: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Subject:
+class _CheckedOptimizer:
     """An optimizer that is checked for a session, with the session's policy and parameter names.
 
     Attributes:
@@ -217,70 +217,70 @@ def _of_optimizers(
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
     names = _names(models)
     for optimizer in optimizers:
-        subject = _Subject(optimizer, policy, names, dtypes)
-        for refuse in _REFUSALS:
-            if (problem := refuse(subject)) is not None:
-                yield problem
+        checked = _CheckedOptimizer(optimizer, policy, names, dtypes)
+        for error_of in _REFUSALS:
+            if (error := error_of(checked)) is not None:
+                yield error
                 break  # what stands further down assumes what stands above
 
 
-def _updates_nothing(subject: _Subject) -> MezzoError | None:
-    if subject.params:
+def _no_params_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    if checked.params:
         return None
     return PolicyError(
         "the optimizer updates no parameter",
-        where=subject.class_name,
-        write=f"{subject.class_name}(model.parameters(), …)",
+        where=checked.class_name,
+        write=f"{checked.class_name}(model.parameters(), …)",
     )
 
 
-def _is_on_meta(subject: _Subject) -> MezzoError | None:
-    if not any(param.is_meta for param in subject.params):
+def _meta_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    if not any(param.is_meta for param in checked.params):
         return None
     return StateError(
         "parameters on the meta device have no values yet",
-        where=subject.class_name,
+        where=checked.class_name,
         write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
     )
 
 
-def _is_taken(subject: _Subject) -> MezzoError | None:
-    hooks = step_hooks(subject.optimizer)
-    if subject.dtypes is not None or not any(
+def _taken_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    hooks = step_hooks(checked.optimizer)
+    if checked.dtypes is not None or not any(
         is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks
     ):
         return None
     return StateError(
         "the optimizer belongs to a session already",
-        where=subject.class_name,
+        where=checked.class_name,
         write="amp.close() of that one first",
     )
 
 
-def _updates_others(subject: _Subject) -> MezzoError | None:
-    foreign = [f"{tuple(param.shape)}" for param in subject.params if param not in subject.names]
+def _foreign_params_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    foreign = [f"{tuple(param.shape)}" for param in checked.params if param not in checked.names]
     if not foreign:
         return None
     return PolicyError(
         "the optimizer updates parameters that are not the models'",
-        where=f"{subject.class_name}: {some_of(foreign)}",
+        where=f"{checked.class_name}: {some_of(foreign)}",
         why="casts and halves would not reach them; was the model copied, rebuilt or given to fully_shard "
         "after the optimizer?",
-        write=f"{subject.class_name}(model.parameters(), …) after the model is final",
+        write=f"{checked.class_name}(model.parameters(), …) after the model is final",
     )
 
 
-def _moves_nothing(subject: _Subject) -> MezzoError | None:
-    if subject.policy.param_dtype == torch.float32:
+def _fused_sgd_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    if checked.policy.param_dtype == torch.float32:  # only O3 makes weights low
         return None
-    fused = [p for g in subject.optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
+    fused = [p for g in checked.optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
     largest = max((param.numel() for param in fused), default=0)
-    if not isinstance(subject.optimizer, torch.optim.SGD) or not _stands_still(
-        subject.policy.param_dtype, min(largest, 64)
+    if not isinstance(checked.optimizer, torch.optim.SGD) or not _fused_sgd_skips_vectors(
+        checked.policy.param_dtype, min(largest, 64)
     ):
         return None
     return UnsupportedError(
-        f"fused SGD of torch {torch.__version__} leaves most {subject.policy.param_dtype} weights on CPUs as they are",
+        f"fused SGD of torch {torch.__version__} leaves most {checked.policy.param_dtype} weights on CPUs as they are",
         where="SGD(…, fused=True)",
         why="its kernel does not write whole vectors: github.com/pytorch/pytorch/issues/191763",
         write="torch.optim.SGD(…, fused=False)",
@@ -288,7 +288,7 @@ def _moves_nothing(subject: _Subject) -> MezzoError | None:
 
 
 @cache
-def _stands_still(dtype: torch.dtype, count: int) -> bool:
+def _fused_sgd_skips_vectors(dtype: torch.dtype, count: int) -> bool:
     """Whether this torch's fused SGD for CPUs has the fault, found by a step; fewer than a vector holds move.
 
     The step is that of torch's function: optimizers have hooks, of a program's own for all of them for instance.
@@ -299,22 +299,22 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
     return bool((param != 0.5).any())
 
 
-def _trains_low_alone(subject: _Subject) -> MezzoError | None:
-    if subject.policy.param_dtype != torch.float32 or subject.policy.halves:
+def _low_alone_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    if checked.policy.param_dtype != torch.float32 or checked.policy.halves:
         return None
     low_params = [
         param
-        for param in subject.params
-        if (subject.dtypes or {}).get(param, param.dtype) in LOW
+        for param in checked.params
+        if (checked.dtypes or {}).get(param, param.dtype) in LOW
         and param.requires_grad
-        and not _is_ruled(subject.names[param], subject.policy)
+        and not _is_ruled(checked.names[param], checked.policy)
     ]
     if not low_params:
         return None
     dtype = dtype_name(low_params[0].dtype)
     return UnsupportedError(
         f"{dtype} weights would be trained without FP32 values",
-        where=some_of([subject.names[param] for param in low_params]),
+        where=some_of([checked.names[param] for param in low_params]),
         why=f"an update below half a unit in the last place of {dtype} is lost",
         write=f'model.float(); or Policy.O2("{dtype}"), the text O2,dtype={dtype}, which keeps FP32 values',
     )
@@ -325,21 +325,20 @@ def _is_ruled(name: str, policy: Policy) -> bool:
     return policy.storage(name, name.rpartition(".")[0])[1] is not None
 
 
-def _holds_state(subject: _Subject) -> MezzoError | None:
-    if subject.policy.param_dtype == torch.float32:
+def _held_state_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    if checked.policy.param_dtype == torch.float32:  # only O3 makes weights low
         return None
-    one_pass_optimizer, level = as_one_pass(subject.optimizer), subject.policy.level
-    dtype = dtype_name(subject.policy.dtype)
-    cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
-    if one_pass_optimizer is not None:  # whose moments keep their own dtype
+    if as_one_pass(checked.optimizer) is not None:  # whose moments keep their own dtype
         return None
-    held_state = _held_state(subject.optimizer, subject.names, subject.dtypes)
+    held_state = _held_state(checked.optimizer, checked.names, checked.dtypes)
     if not held_state:
         return None
+    dtype = dtype_name(checked.policy.dtype)
+    cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
     return StateError(
         "the optimizer holds FP32 state for parameters that are about to be low",
-        where=f"{subject.class_name}: {some_of(held_state)}",
-        why=f"{level} keeps no FP32 values, and torch's optimizers keep state in the parameters' dtype",
+        where=f"{checked.class_name}: {some_of(held_state)}",
+        why=f"{checked.policy.level} keeps no FP32 values, and torch's optimizers keep state in the parameters' dtype",
         write=f"{cure}; or an optimizer that has not stepped yet",
     )
 
@@ -374,23 +373,23 @@ def _held_state(
     ]
 
 
-def _eps_is_zero(subject: _Subject) -> MezzoError | None:
-    if subject.policy.param_dtype != torch.float16 or as_one_pass(subject.optimizer) is not None:
+def _eps_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    if checked.policy.param_dtype != torch.float16 or as_one_pass(checked.optimizer) is not None:
         return None
-    groups = [group for group in subject.optimizer.param_groups if isinstance(group.get("eps"), float)]
+    groups = [group for group in checked.optimizer.param_groups if isinstance(group.get("eps"), float)]
     lost = [group["eps"] for group in groups if group["eps"] and not float(torch.tensor(group["eps"]).half())]
     if not lost:
         return None
     return UnsupportedError(
         f"eps={lost[0]:g} is zero in float16",
-        where=f"{subject.class_name}, whose state is float16 at {subject.policy.level}",
+        where=f"{checked.class_name}, whose state is float16 at {checked.policy.level}",
         why="where a second moment rounds to zero, the update divides by it: NaN",
-        write=f"{subject.class_name}(…, eps=1e-4); or mezzo.optim, whose moments are FP32; or Policy.O2(), the text O2",
+        write=f"{checked.class_name}(…, eps=1e-4); or mezzo.optim, whose moments are FP32; or Policy.O2(), the text O2",
     )
 
 
 #: In the order in which they are looked at; the first that holds is said of an optimizer.
-_REFUSALS: Final[tuple[Callable[[_Subject], MezzoError | None], ...]] = (
-    _updates_nothing, _is_on_meta, _is_taken, _updates_others, _moves_nothing, _trains_low_alone,
-    _holds_state, _eps_is_zero,
+_REFUSALS: Final[tuple[Callable[[_CheckedOptimizer], MezzoError | None], ...]] = (
+    _no_params_error, _meta_error, _taken_error, _foreign_params_error, _fused_sgd_error, _low_alone_error,
+    _held_state_error, _eps_error,
 )  # fmt: skip

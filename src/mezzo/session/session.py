@@ -35,7 +35,7 @@ from mezzo.session.refusals import (
 from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.weights import Weights, handles_of
-from mezzo.session.writers import guarded
+from mezzo.session.writers import refuse_unknown_steps
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class MixedPrecision:
             for undo in (
                 *self._engine.watch(optimizer_list),
                 *self._engine.watch_models(),
-                guarded(self._engine.writes),
+                refuse_unknown_steps(self._engine.writes),
             ):
                 self._undo.callback(undo)
             self._engine.plan_anew()  # told of its own hooks
@@ -403,11 +403,12 @@ class MixedPrecision:
             StateError: Inside an accumulation window, a region, a pass or a step; torch's optimizer has FP32 state, and
                 weights would be low; O3 beside DistributedDataParallel; the session is closed.
             PolicyError: A wrong policy, or a rule that matches nothing.
-            UnsupportedError: The device, the model or an optimizer cannot carry it out. Whatever is raised, the former
-                policy is in force.
+            UnsupportedError: The device, the model or an optimizer cannot carry it out.
+            DistributedError: Another rank cannot, has another policy, or has not called it within 300 seconds. Whatever
+                is raised, the former policy is in force.
 
         **Cost**: a pass over the weights that are stored otherwise, 4 bytes for each that loses bits meanwhile; one
-        host sync; and what is compiled again.
+        host sync, and on several ranks some round trips to their store; and what is compiled again.
 
         Example:
             >>> import mezzo, torch

@@ -25,6 +25,7 @@ from mezzo.scale.config import one_number
 from mezzo.scale.state import FIELDS, ScaleState, is_count
 from mezzo.session.stats import Stats
 from mezzo.sharded import local, placed
+from mezzo.step.gradients import any_gradient
 from mezzo.tensors import LOW, described, dtype_name, overflows, tensors
 from mezzo.weights.halves import in_halves
 
@@ -43,14 +44,28 @@ _READ: Final = (4, VERSION)
 # Saving ---------------------------------------------------------------------------------------------------
 
 
+def passes_since_step(engine: Engine) -> int:
+    """Return the most backward passes since the last step whose gradients a parameter still has.
+
+    Asked are the parameters that optimizers have now: since the last pass others may have taken their places.
+    """
+    return max(
+        (
+            window.now.passes
+            for window in engine.windows
+            if any(any_gradient(engine.weights.leaves(optimizer)) for optimizer in window.plan.optimizers)
+        ),
+        default=0,
+    )
+
+
 def require_between_steps(engine: Engine, what: str) -> None:
     """Refuse to save or load inside an accumulation window, whose gradients a state does not hold.
 
     Raises:
         StateError: A backward pass has been made since the last step.
     """
-    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
-    if passes:
+    if passes := passes_since_step(engine):
         raise StateError(
             f"{what} inside an accumulation window",
             where=f"after {passes} backward pass(es) since the last step",

@@ -221,7 +221,7 @@ class StepAccount:
         if self._failures == 1:
             logger.warning("the loss of step %d is not finite: skipped", step)
         if self._skipped_in_a_row >= _MANY and not self._has_warned:
-            self._has_warned, self.warning = True, self._stands_still(step, scale)
+            self._has_warned, self.warning = True, self._stall_text(step, scale)
         patience = self._config.patience or math.inf
         error = self._ranks.ended_by(absent[0], step) if absent else None
         if error is not None:
@@ -237,7 +237,7 @@ class StepAccount:
         elif floor_overflows >= patience:
             self._error = self._collapse(step, scale, int(floor_overflows), outcome.params, norms)
 
-    def _stands_still(self, step: int, scale: float) -> str:
+    def _stall_text(self, step: int, scale: float) -> str:
         config = self._config
         write = ['MixedPrecision(…, on_overflow="locate"), which says where it began; docs/nan.md has the rest']
         if config.mode == "none":

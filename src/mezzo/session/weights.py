@@ -50,18 +50,18 @@ def handles_of(subjects: list[nn.Module | Prepared], policy: Any) -> tuple[list[
     if policy is not None:
         policy = Policy.of(policy)
     elif all_handles:
-        policy = all_handles[0].asked
+        policy = all_handles[0].given_policy
     else:
         policy = usual_policy({param.device.type for model in models for param in model.parameters()})
     for handle in all_handles:
-        if handle.asked != policy:
+        if handle.given_policy != policy:
             raise PolicyError(
                 "the session's policy is not the one that its model was prepared with",
-                where="\n".join(handle.asked.differences(policy)),
+                where="\n".join(handle.given_policy.differences(policy)),
                 why="prepared → session",
                 write="MixedPrecision(prepared, optimizer), whose policy is that of prepared",
             )
-        handle.require_whole()
+        handle.prepare_for_session()
     for model, handles in handles_by_model.items():
         covered = {id(param) for handle in handles for param in handle.model.parameters()}
         if handles and covered != {id(param) for param in model.parameters()}:

@@ -147,7 +147,7 @@ class Window:
                 write="amp.zero_grad() after amp.step(), or optimizer.zero_grad()",
             )
 
-    def written(self, optimizers: Collection[Optimizer] | None = None) -> list[str]:
+    def names_of_written(self, optimizers: Collection[Optimizer] | None = None) -> list[str]:
         """Return the parameters whose gradients a program has written, where no pass of the session has.
 
         Args:
@@ -170,7 +170,7 @@ class Window:
         Raises:
             StateError: A program has put some in the place of those that were cleared while they carried it.
         """
-        if self.now.has_made is False and (names := self.written()):
+        if self.now.has_made is False and (names := self.names_of_written()):
             raise self.unknown("backward() would add to what it has not made", names)
 
     def unknown(self, call: str, names: list[str]) -> StateError:
@@ -211,7 +211,7 @@ class Window:
         pairs = zip(*self.gradients(optimizers), strict=True)
         return [leaf for leaf, gradient in pairs if is_left(gradient, self.now.left)]
 
-    def has_skipped(self) -> list[Tensor]:
+    def skip_flags(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, if all gradients are its own; else nothing."""
         skipped = self.now.skipped
         return [] if skipped is None or not self.has_left_alone() else [skipped]
@@ -466,8 +466,8 @@ def _widen(leaves: Iterable[Tensor]) -> None:
         else:
             waiting.append(leaf)
     while waiting:  # a part at a time, so that few gradients exist in both dtypes at once
-        ends = accumulate(leaf.nbytes for leaf in waiting)
-        size = next((count for count, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
+        ends_in_bytes = accumulate(leaf.nbytes for leaf in waiting)
+        size = next((count for count, end in enumerate(ends_in_bytes, 1) if end > _TOGETHER), len(waiting))
         now, waiting = waiting[:size], waiting[size:]
         gradients = [leaf.grad for leaf in now if leaf.grad is not None]
         wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]

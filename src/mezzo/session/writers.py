@@ -25,7 +25,7 @@ from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense, multiply
-from mezzo.step.verdict import Judged, Verdict, as_fused
+from mezzo.step.verdict import JudgedGradients, Verdict, as_fused
 from mezzo.tensors import LOW, tensors, versions
 from mezzo.weights.halves import Halves
 from mezzo.weights.stepping import in_memory, stored_again
@@ -48,7 +48,7 @@ class Writer:
 
     Attributes:
         optimizer: The optimizer.
-        is_shown: Whether a program's code looks at gradients in its step: a hook, or a class with another step.
+        exposes_gradients: Whether a program's code sees gradients in its step: a hook, or a class with another step.
         is_plain: Whether the gradients are multiplied in place before the step, and not by the optimizer's kernels.
         waits: Whether the host asks for the verdict before the step.
         has_low: Whether it has parameters in 16 bits, which want gradients of their dtype.
@@ -58,30 +58,30 @@ class Writer:
 
     divides: ClassVar[bool] = False
     optimizer: Optimizer
-    is_shown: bool = False
+    exposes_gradients: bool = False
     is_plain: bool = True
     waits: bool = True
     has_low: bool = False
     is_own: bool = False
 
-    def now(self, *, asked: bool) -> Writer:
+    def now(self, *, host_decides: bool) -> Writer:
         """Return the writer for a step that is about to be judged: this one, or one that writes in another way.
 
         Args:
-            asked: Whether the host decides if the optimizer steps: a call stands in the place of its step.
+            host_decides: Whether the host decides if the optimizer steps: a call stands in the place of its step.
         """
         return self
 
     def ready(self, verdict: Verdict) -> None:
         """Raise all that the optimizer could refuse; nothing is written."""
 
-    def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
+    def before(self, judged: JudgedGradients, step: Callable[..., Any], *, is_new: bool) -> Before:
         """Return a record of state and parameters before a step, which may raise."""
         of_torch = _module_of(step).startswith("torch.optim.")
-        is_orderly = of_torch and judged.is_alike and not self.is_shown
+        is_orderly = of_torch and judged.is_alike and not self.exposes_gradients
         return _Snapshot(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
 
-    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+    def write(self, judged: JudgedGradients, step: Callable[..., Any]) -> None:
         """Update, or skip where the verdict says so.
 
         Args:
@@ -97,19 +97,19 @@ class OnePass(Writer):
 
     optimizer: OnePassOptimizer
 
-    def now(self, *, asked: bool) -> Writer:
+    def now(self, *, host_decides: bool) -> Writer:
         """See :meth:`Writer.now`."""
-        return replace(self, is_plain=True, waits=True) if asked else self
+        return replace(self, is_plain=True, waits=True) if host_decides else self
 
     def ready(self, verdict: Verdict) -> None:
         """See :meth:`Writer.ready`."""
         self.optimizer.make_ready(verdict.applied() if self.is_plain else verdict, keep=not self.is_plain)
 
-    def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
+    def before(self, judged: JudgedGradients, step: Callable[..., Any], *, is_new: bool) -> Before:
         """See :meth:`Writer.before`."""
         return _Updates(self.optimizer)
 
-    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+    def write(self, judged: JudgedGradients, step: Callable[..., Any]) -> None:
         """See :meth:`Writer.write`."""
         self.optimizer.update(judged.verdict.applied() if self.is_plain else judged.verdict, step)
 
@@ -120,13 +120,15 @@ class Fused(Writer):
 
     divides: ClassVar[bool] = True
 
-    def now(self, *, asked: bool) -> Writer:
+    def now(self, *, host_decides: bool) -> Writer:
         """See :meth:`Writer.now`."""
-        if asked or not _has_begun(self.optimizer):
-            return Writer(self.optimizer, is_shown=self.is_shown, has_low=self.has_low, is_own=self.is_own)
+        if host_decides or not _may_skip_on_device(self.optimizer):
+            return Writer(
+                self.optimizer, exposes_gradients=self.exposes_gradients, has_low=self.has_low, is_own=self.is_own
+            )
         return replace(self, is_plain=True) if self.has_low and _narrows(self.optimizer) else self
 
-    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+    def write(self, judged: JudgedGradients, step: Callable[..., Any]) -> None:
         """See :meth:`Writer.write`. Gradients are left without the scale."""
         verdict, fused = judged.verdict, cast(Any, self.optimizer)
         numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
@@ -154,17 +156,26 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
         num_hooks: How many hooks before its step are a session's, which raise and write nothing there.
     """
     is_own = _module_of(optimizer.step).startswith(_OWN)
-    is_shown = not is_own and _own_class(type(optimizer).__mro__) is not Optimizer
-    is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
-    is_plain, one_pass_optimizer = is_shared or is_shown, as_one_pass(optimizer)
+    exposes_gradients = not is_own and _own_class(type(optimizer).__mro__) is not Optimizer
+    exposes_gradients = exposes_gradients or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
+    is_plain, one_pass_optimizer = is_shared or exposes_gradients, as_one_pass(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    is_own = is_own and not is_shown and _OF_TORCH.issuperset(map(type, params))
+    is_own = is_own and not exposes_gradients and _OF_TORCH.issuperset(map(type, params))
     if one_pass_optimizer is not None:
-        return OnePass(one_pass_optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, is_own=is_own)
+        return OnePass(
+            one_pass_optimizer, exposes_gradients=exposes_gradients, is_plain=is_plain, waits=False, is_own=is_own
+        )
     has_low = any(param.dtype in LOW for param in params)
-    if _is_told(optimizer):
-        return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low, is_own=is_own)
-    return Writer(optimizer, is_shown=is_shown, has_low=has_low, is_own=is_own)
+    if _reads_skip_flag(optimizer):
+        return Fused(
+            optimizer,
+            exposes_gradients=exposes_gradients,
+            is_plain=is_plain,
+            waits=False,
+            has_low=has_low,
+            is_own=is_own,
+        )
+    return Writer(optimizer, exposes_gradients=exposes_gradients, has_low=has_low, is_own=is_own)
 
 
 def _module_of(step: Callable[..., Any]) -> str:
@@ -192,10 +203,10 @@ def takes_flags(optimizer: Optimizer) -> bool:
 
     Those of torch's fused SGD are once there are momentum buffers: what a skipped first step leaves was never written.
     """
-    return _is_told(optimizer) and _has_begun(optimizer)
+    return _reads_skip_flag(optimizer) and _may_skip_on_device(optimizer)
 
 
-def _is_told(optimizer: Optimizer) -> bool:
+def _reads_skip_flag(optimizer: Optimizer) -> bool:
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or _asks_for_scaler(type(optimizer).step):
         return False
     return all(group.get("fused", True) for group in optimizer.param_groups)
@@ -207,7 +218,7 @@ def _asks_for_scaler(step: Callable[..., Any]) -> bool:
     return "grad_scaler" in inspect.signature(step).parameters
 
 
-def _has_begun(optimizer: Optimizer) -> bool:
+def _may_skip_on_device(optimizer: Optimizer) -> bool:
     """Whether an optimizer's first step may be skipped on the device: SGD leaves momentum there that it never wrote."""
     if not isinstance(optimizer, torch.optim.SGD):
         return True
@@ -233,7 +244,7 @@ def _narrow(params: Any) -> None:
             param.grad = wide.to(param.dtype)
 
 
-class Carries(Protocol):
+class ScaleHolder(Protocol):
     """What knows which scale the gradients of some optimizers carry: a window."""
 
     def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
@@ -335,7 +346,11 @@ class Writes:
             )
 
     def write(
-        self, writers: Sequence[Writer], windows: Sequence[Carries], judged: Judged, by: Callable[..., Any] | None
+        self,
+        writers: Sequence[Writer],
+        windows: Sequence[ScaleHolder],
+        judged: JudgedGradients,
+        step_call: Callable[..., Any] | None,
     ) -> None:
         """Update, or skip.
 
@@ -343,7 +358,7 @@ class Writes:
             writers: Of the optimizers that step: what :meth:`Writer.now` has returned.
             windows: The gradients' windows.
             judged: The gradients, with the verdict.
-            by: Called in place of the one optimizer's step, if it is not skipped.
+            step_call: Called in place of the one optimizer's step, if it is not skipped.
         """
         verdict = judged.verdict
         for writer in writers:  # all refusals come before the first optimizer has stepped
@@ -354,13 +369,15 @@ class Writes:
         if any(map(_IS_PLAIN, writers)):
             plain = [writer for writer in writers if writer.is_plain]
             self._multiply(plain, windows, judged, are_all=len(plain) == num_writers)
-        self._step_all(writers, judged, by)
+        self._step_all(writers, judged, step_call)
         if any(map(_DIVIDES, writers)):
             divided = [writer.optimizer for writer in writers if writer.divides and not writer.is_plain]
             for window in windows if divided else ():
                 window.lost_scale(divided)
 
-    def _multiply(self, writers: list[Writer], windows: Sequence[Carries], judged: Judged, *, are_all: bool) -> None:
+    def _multiply(
+        self, writers: list[Writer], windows: Sequence[ScaleHolder], judged: JudgedGradients, *, are_all: bool
+    ) -> None:
         """Make the gradients plain that optimizers read as they are: of those of a step all, or those of some."""
         optimizers, verdict = [writer.optimizer for writer in writers], judged.verdict
         if not verdict.is_one:
@@ -375,25 +392,27 @@ class Writes:
             if writer.has_low:
                 _narrow(self.weights.updated(writer.optimizer))
 
-    def _step_all(self, writers: Sequence[Writer], judged: Judged, by: Callable[..., Any] | None) -> None:
-        begun: list[tuple[Writer, Before]] = []
+    def _step_all(
+        self, writers: Sequence[Writer], judged: JudgedGradients, step_call: Callable[..., Any] | None
+    ) -> None:
+        records: list[tuple[Writer, Before]] = []
         self.is_stepping = True
         try:
             for writer in writers:
-                optimizer, step = writer.optimizer, by or self.step_of(writer.optimizer)
+                optimizer, step = writer.optimizer, step_call or self.step_of(writer.optimizer)
                 is_new = optimizer not in self._counted
                 before = writer.before(judged, step, is_new=is_new)
-                begun.append((writer, before))
+                records.append((writer, before))
                 writer.write(judged, step)
                 if is_new and before.is_counted():
                     self._counted.add(optimizer)
         except BaseException:
             for writer in writers:
                 stored_again(writer.optimizer)
-            if any(before.was_written() for _, before in begun):
-                self.broken = f"{type(begun[-1][0].optimizer).__name__}.step()"
+            if any(before.was_written() for _, before in records):
+                self.broken = f"{type(records[-1][0].optimizer).__name__}.step()"
             else:
-                for _, before in begun:
+                for _, before in records:
                     before.restore()
             raise
         finally:
@@ -483,7 +502,7 @@ class _Snapshot:
                 *tensors(not_tensors),
             ]
         self._versions = versions(self._tensors)
-        self._bits = _bits(self._params) if self.is_new else []
+        self._bit_sums = _bit_sums(self._params) if self.is_new else []
 
     def is_counted(self) -> bool:
         """See :class:`Before`."""
@@ -493,8 +512,8 @@ class _Snapshot:
         """See :class:`Before`."""
         if versions(self._tensors) != self._versions or any(map(is_distributed, self._params)):
             return True  # of shards torch counts nothing, and other ranks may have written
-        now = _bits(self._params) if self.is_new else []
-        return len(now) != len(self._bits) or not all(map(torch.equal, self._bits, now))
+        now = _bit_sums(self._params) if self.is_new else []
+        return len(now) != len(self._bit_sums) or not all(map(torch.equal, self._bit_sums, now))
 
     def restore(self) -> None:
         """See :class:`Before`."""
@@ -514,37 +533,38 @@ def _firsts(optimizer: Optimizer) -> list[Tensor]:
     return firsts
 
 
-def _bits(params: list[Tensor]) -> list[Tensor]:
+def _bit_sums(params: list[Tensor]) -> list[Tensor]:
     """Return a sum of the bits of each parameter: any write to a parameter changes its sum."""
-    lying = [param.detach() for param in in_memory(params) if param.layout == torch.strided]
-    whole = [torch.view_as_real(param) if param.is_complex() else param for param in lying]
+    strided = [param.detach() for param in in_memory(params) if param.layout == torch.strided]
+    real_params = [torch.view_as_real(param) if param.is_complex() else param for param in strided]
     # Sums of 32 bits wrap around, and cost no copy of 64 bits.
     return [
-        numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=_SUMMED[numbers.element_size()]) for numbers in whole
+        numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=_SUMMED[numbers.element_size()])
+        for numbers in real_params
     ]
 
 
 # Optimizers that the session does not know --------------------------------------------------------------------
 
 #: What each session that lives writes with.
-_LIVE: Final[Members[weakref.ref[Writes]]] = Members()
+_LIVE_WRITES: Final[Members[weakref.ref[Writes]]] = Members()
 
 
-def guarded(writes: Writes) -> Callable[[], None]:
+def refuse_unknown_steps(writes: Writes) -> Callable[[], None]:
     """Refuse steps of unknown optimizers over a session's parameters; return the call that ends this."""
-    reference = weakref.ref(writes, _LIVE.remove)
-    _LIVE.add(reference)
-    before_every_step(_refuse_unknown)
-    return functools.partial(_LIVE.remove, reference)
+    reference = weakref.ref(writes, _LIVE_WRITES.remove)
+    _LIVE_WRITES.add(reference)
+    before_every_step(_refuse_unknown_optimizer)  # once for the process: without live writes it refuses nothing
+    return functools.partial(_LIVE_WRITES.remove, reference)
 
 
-def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
+def _refuse_unknown_optimizer(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step that a session should have been told of: a hook before each step of any optimizer.
 
     Raises:
         StateError: It would update parameters of a session's models, which are checked for others.
     """
-    for reference in _LIVE.now:
+    for reference in _LIVE_WRITES.now:
         if (
             (writes := reference()) is None
             or writes.is_stepping

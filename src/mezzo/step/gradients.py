@@ -74,11 +74,12 @@ def gradient_values(params: list[Tensor], gradients: list[Tensor]) -> list[Tenso
 
 
 def _summed_shards(params: list[Any]) -> list[Tensor]:
-    """Return this rank's shards of gradients; a gradient that ranks have not summed yet is summed first."""
+    """Return this rank's shards of gradients; one that does not lie as its parameter does is made to first."""
     for param in params:
         gradient = param.grad
-        # Tensor parallelism leaves such partial sums with parameters that all ranks hold, as the bias of a layer.
-        if is_distributed(gradient) and any(placement.is_partial() for placement in gradient.placements):
+        # Tensor parallelism leaves partial sums with parameters that all ranks hold, as the bias of a layer, and whole
+        # gradients with tables of which each rank holds a part: their norm would count once for each rank.
+        if is_distributed(gradient) and gradient.placements != param.placements:
             param.grad = gradient.redistribute(placements=param.placements)
     return [local(param.grad) for param in params]
 

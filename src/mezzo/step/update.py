@@ -250,16 +250,18 @@ def rule(name: str, *options: str) -> UpdateRule:
     """
     if name not in RULES:
         raise PolicyError(f"unknown update rule {name!r}", why=nearest(name, RULES))
-    whole = RULES[name]
-    if unknown := [option for option in options if option not in whole.options]:
-        raise PolicyError(f"unknown option {unknown[0]!r} of {name}", why=nearest(unknown[0], sorted(whole.options)))
+    base_rule = RULES[name]
+    if unknown := [option for option in options if option not in base_rule.options]:
+        raise PolicyError(
+            f"unknown option {unknown[0]!r} of {name}", why=nearest(unknown[0], sorted(base_rule.options))
+        )
     if "nesterov" in options and "momentum" not in options:
         raise PolicyError("nesterov without momentum", why="it looks ahead along it", write="momentum=0.9")
     flags = {option: True for option in options if option != "maximize"}
     return replace(
-        whole,
+        base_rule,
         options=frozenset(options),
-        states=tuple(state for state in whole.states if _STATES_OF_OPTIONS.get(state, "") in ("", *options)),
-        apply=partial(whole.apply, **flags),
-        numbers=tuple(whole.numbers_of(dict.fromkeys(whole.hypers, torch.zeros(())), torch.ones(()))),
+        states=tuple(state for state in base_rule.states if _STATES_OF_OPTIONS.get(state, "") in ("", *options)),
+        apply=partial(base_rule.apply, **flags),
+        numbers=tuple(base_rule.numbers_of(dict.fromkeys(base_rule.hypers, torch.zeros(())), torch.ones(()))),
     )

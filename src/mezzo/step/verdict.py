@@ -83,7 +83,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Judged:
+class JudgedGradients:
     """The gradients of one step with the verdict on them, before anything is written.
 
     Attributes:
@@ -125,7 +125,7 @@ def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tens
     Returns:
         The verdict. Nothing is written.
 
-    **Cost**: no host sync; it can be captured in a CUDA graph. About 8 one-element kernels, one as :func:`decided`.
+    **Cost**: no host sync; it can be captured in a CUDA graph. 8 one-element kernels; one by :func:`judge_numbers`.
 
     Example:
         >>> import torch
@@ -161,7 +161,7 @@ def not_finite(number: Tensor) -> Tensor:
     return (number * 0).ne(0)
 
 
-def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
+def judge_numbers(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of :func:`judge`, as a function of tensors and numbers alone.
 
     Args:
@@ -177,7 +177,7 @@ def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> 
     return verdict.grad_norm, verdict.found_inf, verdict.multiplier
 
 
-def concluded(
+def judge_step_numbers(
     is_scaled: bool, is_clipped: bool, with_fused: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return the verdict on a step, as one pure function of tensors and numbers.
@@ -196,9 +196,10 @@ def concluded(
         ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss, or a gradient that it was computed
         from, was not finite itself, so that the loss scale stays; and with ``with_fused`` the verdict's ``as_fused``.
     """
-    numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
-    inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
-    grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
+    start = is_scaled + is_clipped
+    ends = start + num_inner, start + num_inner + num_losses
+    scale_and_clip, inner, losses, flags = rest[:start], rest[start : ends[0]], rest[ends[0] : ends[1]], rest[ends[1] :]
+    grad_norm, found_inf, multiplier = judge_numbers(is_scaled, is_clipped, total, *scale_and_clip)
     wrong = [*map(not_finite, losses), *inner]  # an inner backward pass has adapted a loss scale of its own
     # Where no loss is known, this is False, by an operation that kernels can be written from.
     failed = reduce(or_, wrong) if wrong else found_inf.ne(found_inf)
@@ -230,12 +231,13 @@ def numbers_of_step(rules: tuple[UpdateRule, ...], found_inf: Tensor, *numbers: 
         The count of updates after this step, for each rule; then :meth:`UpdateRule.scalars` of each. No host sync.
     """
     start = len(rules)
-    after, scalars = counted(found_inf, *numbers[:start]), []
-    for rule, step in zip(rules, after, strict=True):
+    counts = counted(found_inf, *numbers[:start])
+    scalars = []
+    for rule, count in zip(rules, counts, strict=True):
         end = start + len(rule.hypers)
-        scalars.append(rule.scalars(dict(zip(rule.hypers, numbers[start:end], strict=True)), step))
+        scalars.append(rule.scalars(dict(zip(rule.hypers, numbers[start:end], strict=True)), count))
         start = end
-    return (*after, *scalars)
+    return (*counts, *scalars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import current_node, next_number, number_of
-from mezzo.cast.differences import INPLACE, OPENED, asks_in_place
+from mezzo.cast.differences import INPLACE, OPENED, is_called_in_place
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
-from mezzo.cast.products import asked, recipe_of
+from mezzo.cast.products import operands_or_reason, recipe_of
 from mezzo.compiling import inside, is_compiled
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
@@ -49,7 +49,7 @@ def op_name(function: Any) -> str:
     """
     qualified = getattr(function, "_qualified_op_name", None) or getattr(getattr(function, "_schema", None), "name", "")
     name = str(qualified or getattr(function, "__name__", type(function).__name__))
-    return _known(name.removeprefix("aten::")) or name.strip("_") or name
+    return _resolved(name.removeprefix("aten::")) or name.strip("_") or name
 
 
 @functools.lru_cache(maxsize=4096)
@@ -66,11 +66,11 @@ def kernel_name(kernel: Any) -> str:
         return name
     bare = name.removeprefix("aten::").removesuffix("_")
     stems = (bare, *(bare.removeprefix(prefix) for prefix in ("_", "_safe_", "native_")), bare.removesuffix("_forward"))
-    return next((resolved for stem in stems if (resolved := _known(stem)) is not None), bare)
+    return next((resolved for stem in stems if (resolved := _resolved(stem)) is not None), bare)
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(name: str) -> str | None:
+def _resolved(name: str) -> str | None:
     try:
         return resolve(name, in_place=True)
     except PolicyError:
@@ -99,7 +99,7 @@ def frame_id() -> int:
     return id(sys._getframe(1))
 
 
-def around() -> tuple[Doing, tuple[str, ...]]:
+def doing_now() -> tuple[Doing, tuple[str, ...]]:
     """Return what mezzo does around the running kernel, and the formats of the quantised operands of its product.
 
     ``cast``: mezzo casts, or rotates an operand before it is quantised. ``quantised``: mezzo computes a product below
@@ -141,7 +141,7 @@ class Decider:
         device_type = arguments[0].device.type if arguments else "cpu"
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
-        into, named = _written(function, op, args, kwargs)
+        into, named = _write_target(function, op, args, kwargs)
         decision = param or self._decision(named, module, device_type)
         base = op if into is None else out_of_place(op) or op
         instead = None if param or differences is None else differences.instead(base, args, kwargs)
@@ -149,7 +149,7 @@ class Decider:
             decision = replace(decision, treatment=instead.treatment, reason=instead.reason)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
-            read = asked(op, args, kwargs, recipe.multiple)
+            read = operands_or_reason(op, args, kwargs, recipe.multiple)
             why = read if isinstance(read, str) else "low_products=forward" if recipe.low == "forward" else ""
             if why:
                 decision = replace(decision, treatment="low", reason=f"{decision.reason}; it stays low: {why}")
@@ -158,7 +158,7 @@ class Decider:
         return CallRecord(
             op=op,
             decision=decision,
-            goes_back=param is not None and differences is not None and differences.gives_back,
+            goes_back=param is not None and differences is not None and differences.returns_compute_dtype,
             low_dtype=dtype_name(self.policy.dtype),
             argument_dtypes=_names(arguments),
             cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
@@ -181,7 +181,7 @@ class Decider:
         if key not in self._decisions:
             # No list has a name of torch's internals, and the suggestion of the error would cost milliseconds.
             decision = None
-            if _known(op) is not None:
+            if _resolved(op) is not None:
                 with suppress(PolicyError):
                     decision = self.policy.explain(op, module, device_type=device_type)
             native = Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
@@ -189,11 +189,11 @@ class Decider:
         return self._decisions[key]
 
 
-def _written(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+def _write_target(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
     """Return what a call writes to, ``None`` where it returns new tensors, and the op's name for the policy."""
     if kwargs.get("out") is not None:
         return kwargs["out"], op if "::" in op else f"aten::{op}.out"
-    is_in_place_call = function in INPLACE and asks_in_place(INPLACE[function], args, kwargs)
+    is_in_place_call = function in INPLACE and is_called_in_place(INPLACE[function], args, kwargs)
     return args[0] if args and (is_in_place_call or is_in_place(op) or op == "__setitem__") else None, op
 
 

@@ -86,8 +86,8 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 def read_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor that are read from memory; an expanded tensor has fewer than its elements take."""
-    storage, whole = _storage(tensor), tensor.numel() * tensor.element_size()
-    return whole if storage is None else min(whole, storage.nbytes())
+    storage, dense_bytes = _storage(tensor), tensor.numel() * tensor.element_size()
+    return dense_bytes if storage is None else min(dense_bytes, storage.nbytes())
 
 
 def moved_bytes(

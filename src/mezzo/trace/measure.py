@@ -266,13 +266,13 @@ class Names:
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._known: dict[int, tuple[Role, str, Tensor]] = {}
+        self._names_by_id: dict[int, tuple[Role, str, Tensor]] = {}
         self._sound: set[int] = set()
         for prefix, model in numbered(models):
             for name, param in model.named_parameters():
-                self._known.setdefault(id(param), ("parameter", prefix + name, param))
+                self._names_by_id.setdefault(id(param), ("parameter", prefix + name, param))
             for name, buffer in model.named_buffers():
-                self._known.setdefault(id(buffer), ("buffer", prefix + name, buffer))
+                self._names_by_id.setdefault(id(buffer), ("buffer", prefix + name, buffer))
                 if is_finite(buffer):
                     self._sound.add(id(buffer))
 
@@ -287,7 +287,7 @@ class Names:
         of_model = f" of model {prefix[:-1]}" if prefix else ""
         for name, tensor in named_inputs(args, kwargs):
             # A reference to the tensor keeps its id from being used again.
-            self._known.setdefault(id(tensor), ("input", f"{name}{of_model}", tensor))
+            self._names_by_id.setdefault(id(tensor), ("input", f"{name}{of_model}", tensor))
 
     def was_finite(self, tensor: Tensor) -> bool:
         """Whether a tensor is a buffer that was finite at first: batch norm's kernels write without saying so."""
@@ -296,12 +296,12 @@ class Names:
     def of(self, tensor: Tensor) -> tuple[Role, str, Tensor] | None:
         """Return the role and name of a tensor, a view or a cast, and the tensor that has the name."""
         for candidate in (tensor, tensor._base):
-            if candidate is not None and (named := self._known.get(id(candidate))) is not None:
+            if candidate is not None and (named := self._names_by_id.get(id(candidate))) is not None:
                 return named
         node = tensor.grad_fn
         while node is not None and (edge := _handed_on(node)) is not None:
             node = edge[0]
-        return self._known.get(id(getattr(node, "variable", None)))
+        return self._names_by_id.get(id(getattr(node, "variable", None)))
 
     def of_edge(self, edge: Edge, arguments: Mapping[Edge, str]) -> str:
         """Return the name of the tensor whose gradient goes along an edge of the autograd graph.
@@ -313,7 +313,7 @@ class Names:
         node, slot = edge
         while True:
             variable = getattr(node, "variable", None)
-            if (named := self._known.get(id(variable))) is not None:
+            if (named := self._names_by_id.get(id(variable))) is not None:
                 return named[1]
             if (name := arguments.get((node, slot), arguments.get((id(variable), 0)))) is not None:
                 return name

@@ -118,8 +118,8 @@ def move_row(row: Tensor, into: Tensor) -> None:
 
 def _move_row(row: Tensor, into: Tensor) -> None:
     into[:LARGEST].add_(row[:LARGEST])
-    beside = into[LARGEST:WIDTH]
-    torch.maximum(beside, row[LARGEST:WIDTH], out=beside)
+    largest = into[LARGEST:WIDTH]
+    torch.maximum(largest, row[LARGEST:WIDTH], out=largest)
     row.data.zero_()  # for a further backward pass through the same graph, where torch would refuse a change of it
 
 
@@ -357,8 +357,8 @@ def observe(x, count, row, flag, factor, has_factor, when, dtype, name, BLOCK: t
 def _slot_in(dialect: Dialect) -> tuple[list[str], str]:
     """Return the lines of :func:`slot_of` in a language, and the word for its result."""
     bits = torch.ones((), dtype=torch.int32, device="cpu")
-    written = spelled(lambda magnitude: (slot_of(magnitude),), [bits], ["magnitude"], dialect)
-    return written.body, str(written.results[0].word)
+    spelled_slot = spelled(lambda magnitude: (slot_of(magnitude),), [bits], ["magnitude"], dialect)
+    return spelled_slot.body, str(spelled_slot.results[0].word)
 
 
 @cache

@@ -18,7 +18,7 @@ from mezzo.dispatch import DisableTorchFunction
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.tensors import dtype_name, each_tensor, tensors, values_of
 from mezzo.trace import kernels, measure, modes
-from mezzo.trace.function_calls import Decider, Location, Locator, around, kernel_name
+from mezzo.trace.function_calls import Decider, Location, Locator, doing_now, kernel_name
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import Operand
 from mezzo.trace.probes import Probe
@@ -158,7 +158,7 @@ class PassRecorder:
         with DisableTorchFunction():
             before = self.where.now
             # A region above this mode may have decomposed the function that the user's code calls.
-            by, functions = around()[0], [note.about for note in notes() if note.event == "op"]
+            by, functions = doing_now()[0], [note.about for note in notes() if note.event == "op"]
             call = self._decider.call(functions[-1] if functions else function, args, kwargs, before.path)
             call.hidden = by in ("cast", "quantised")
             if by == "region":  # the model's own code entered it, above this mode
@@ -253,27 +253,27 @@ class PassRecorder:
     def _number(self, record: KernelRecord, args: Any, kwargs: Any, out: Any) -> None:
         """Record the values that a kernel reads, and new values for the tensors that it writes."""
         record.reads = tuple(map(self.value, kernels.tensors_in(*args, *kwargs.values())))
-        written: list[Tensor] = []
+        written_tensors: list[Tensor] = []
         for index, name in kernels.written_places(record.kernel):
-            written += kernels.tensors_in(args[index] if index < len(args) else kwargs.get(name))
+            written_tensors += kernels.tensors_in(args[index] if index < len(args) else kwargs.get(name))
         first, gives = self._count, dict[int, Value]()
-        for tensor in (*written, *kernels.tensors_in(out)):
+        for tensor in (*written_tensors, *kernels.tensors_in(out)):
             numbers = self._numbers.get(tensor)
             if numbers is None or numbers.number <= first:
-                self._renewed(tensor, numbers if any(tensor is target for target in written) else None)
+                self._renewed(tensor, numbers if any(tensor is target for target in written_tensors) else None)
             value = self.value(tensor)
             gives[value.number] = value
         record.gives = tuple(gives.values())
 
-    def _renewed(self, tensor: Tensor, written: _Numbers | None = None) -> _Numbers:
+    def _renewed(self, tensor: Tensor, previous: _Numbers | None = None) -> _Numbers:
         """Return a new value's number for a tensor, and store it.
 
         Args:
             tensor: The tensor.
-            written: Its numbers before, if a kernel wrote to it: its memory stays the same.
+            previous: Its numbers before, if a kernel wrote to it: its memory stays the same.
         """
         self._count += 1
-        numbers = _Numbers(self._count, "", self._count) if written is None else written._replace(number=self._count)
+        numbers = _Numbers(self._count, "", self._count) if previous is None else previous._replace(number=self._count)
         self._numbers.put([tensor], numbers)
         return numbers
 
@@ -317,7 +317,7 @@ def kernel_record(
     is_free = kernels.is_free_cast(kernel, args, out)
     if not is_free and (kernels.is_view(kernel) or kernels.is_allocation(kernel) or kernel.namespace == "prim"):
         return None  # a prim kernel asks fake tensors for their device
-    by, formats = around()
+    by, formats = doing_now()
     flops, product = kernels.flops(kernel, args, kwargs, out), kernels.product(kernel, args)
     operands, results = kernels.tensors_in(*args, *kwargs.values()), kernels.tensors_in(out)
     effect = "free cast" if is_free else _effect(kernel, args, out, is_product=flops is not None or product is not None)

@@ -142,7 +142,7 @@ class Halves(Tensor):
         offset = values.storage_offset() + hi.storage_offset() - self.cell.start
         return values.as_strided(hi.size(), hi.stride(), offset)
 
-    def whole(self) -> tuple[Tensor, Tensor]:
+    def base_halves(self) -> tuple[Tensor, Tensor]:
         """Return the halves of the tensor that this one is a view of, flat; of a tensor that is no view its own."""
         if not self.is_part:
             return self.hi, self.lo
@@ -155,7 +155,7 @@ class Halves(Tensor):
         cell = self.cell
         if cell.decoded is None:
             with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
-                cell.decoded, cell.is_lent = decoded(*self.whole()), is_lent
+                cell.decoded, cell.is_lent = decoded(*self.base_halves()), is_lent
         return self.value()
 
     def lend(self) -> Tensor:
@@ -328,10 +328,10 @@ class Halves(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        alike = value.shape == self.shape and value.stride() == self.stride() and value.device == self.device
-        if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
+        is_same_layout = value.shape == self.shape and value.stride() == self.stride() and value.device == self.device
+        if is_same_layout and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
-        elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
+        elif is_same_layout and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
             if not (lies_alone(self.hi) and lies_alone(self.lo)):  # a program holds the former param.data
                 self.hi, self.lo = (torch.empty_like(value, dtype=half.dtype) for half in (self.hi, self.lo))
             # The values are in the memory of the assigned tensor, so that a write to either is seen in both.
@@ -385,7 +385,7 @@ def _kind(func: Any) -> str:
 
 
 @functools.cache
-def _written(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...]:
     """Return the indices and names of the arguments that an operation writes."""
     arguments = enumerate(func._schema.arguments)
     if writes_first(func):
@@ -527,7 +527,7 @@ def _in_lists(func: Any, args: Any, kwargs: Any) -> bool:
     if None in plain_lists.values() or any(isinstance(argument, Halves) for argument in (*args, *kwargs.values())):
         return False
     func(*(plain_lists.get(index, argument) for index, argument in enumerate(args)), **kwargs)
-    for index, _ in _written(func):
+    for index, _ in _written_arguments(func):
         if index in lists:
             increment_version(lists[index])  # of plain ones beside halves, too: torch counts nothing below them
     return True
@@ -554,7 +554,7 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
     else:
         plain_args, plain_kwargs = mapped((args, kwargs), decode, Halves)
     weights = [weight for weight, _ in seen.values()]
-    writes, device_type = _written(func), weights[0].device.type if weights else "cpu"
+    writes, device_type = _written_arguments(func), weights[0].device.type if weights else "cpu"
     if writes and may_alias and len({id(weight.cell) for weight in weights}) < len(weights):
         return _as_aliases(func, args, kwargs, weights)
     dtype = None if writes else autocast_dtype(device_type)

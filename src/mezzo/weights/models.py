@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,11 @@ class Form(NamedTuple):
         return cls(own_values.hi.dtype, True) if isinstance(own_values, Halves) else cls(tensor.dtype, False)
 
     @property
+    def is_wide(self) -> bool:
+        """Whether it is FP32 to its readers."""
+        return self.in_halves or self.dtype == torch.float32
+
+    @property
     def is_exact(self) -> bool:
         """Whether it holds each bit of FP32 values."""
         return self.dtype == torch.float32 or (self.in_halves and self.dtype == torch.bfloat16)
@@ -91,7 +96,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         try:
             _replace(param, weight)
         except UnsupportedError:
-            gc.collect()  # what is only part of a cycle refers to nothing
+            gc.collect()  # cycles of dead objects may still refer to it
             _replace(param, weight)
 
 
@@ -128,32 +133,32 @@ def recode(param: Any, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def store_plainly(params: Iterable[Tensor]) -> list[Tensor]:
+def try_plainly(params: Iterable[Tensor]) -> list[Tensor]:
     """Store parameters plainly again, in FP32; each stays the object that it is.
 
     Returns:
         Those to which C++ code refers: they stay in halves.
     """
     waiting = [param for param in params if of_halves(param)]
-    for ends in (False, True):
+    for is_last_try in (False, True):
         refused = list[Tensor]()
         for param in waiting:
-            weight: Any = local(param.detach())
+            weight = cast(Halves, local(param.detach()))
             try:
                 _replace(param, weight.value())
             except UnsupportedError:
                 refused.append(param)
-        if (waiting := refused) and not ends:
-            gc.collect()  # what is only part of a cycle refers to nothing
+        if (waiting := refused) and not is_last_try:
+            gc.collect()  # cycles of dead objects may still refer to it
     return waiting
 
 
-def restore(params: Iterable[Tensor]) -> None:
+def store_plainly(params: Iterable[Tensor]) -> None:
     """Store parameters plainly again, in FP32; each stays the object that it is.
 
     A parameter that C++ code refers to stays in halves, still FP32 to every reader, and a warning names it.
     """
-    if not (waiting := store_plainly(params)):
+    if not (waiting := try_plainly(params)):
         return
     text = message(
         "parameters stay in halves, which are FP32 to everybody still",

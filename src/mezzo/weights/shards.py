@@ -69,9 +69,9 @@ class HeldShard(Halves):
             hi, lo = torch.empty_like(hi), torch.empty_like(lo)
             encode_into(self.value(), hi, lo)
         rows = -(-outer_size[0] // mesh.size()) if self.shape[1:] == outer_size[1:] else self.shape[0]
-        asked = mp_policy.param_dtype
-        if asked in LOW:  # which is then what stands in the model
-            return (_padded(hi if asked == hi.dtype else self.value().to(asked), rows),), None
+        param_dtype = mp_policy.param_dtype
+        if param_dtype in LOW:  # which is then what stands in the model
+            return (_padded(hi if param_dtype == hi.dtype else self.value().to(param_dtype), rows),), None
         return (_padded(hi, rows),), _Sent(mesh, _padded(lo, rows), outer_size)
 
     def fsdp_post_all_gather(
@@ -84,10 +84,10 @@ class HeldShard(Halves):
             return None
         if sent is None:
             return outputs[0], ()
-        whole: Gathered = Gathered(outputs[0])
-        whole.cell, whole.path = Whole(), self.path
-        whole.cell.replace(sent)
-        return whole, whole.cell.freed
+        weight: Gathered = Gathered(outputs[0])
+        weight.cell, weight.path = Whole(), self.path
+        weight.cell.replace(sent)
+        return weight, weight.cell.freed
 
 
 def _padded(half: Tensor, rows: int) -> Tensor:
@@ -119,11 +119,11 @@ class _Sent:
         count, group = self.mesh.size(), self.mesh.get_group()
         flat = parts.new_empty(count * parts.numel())
         _ALL_GATHER(flat, parts.view(-1), group=group)
-        whole = flat.view(torch.int16)
+        low_half = flat.view(torch.int16)
         dim = next((at for at, (a, b) in enumerate(zip(parts.shape, self.size, strict=True)) if a != b), 0)
         if dim:
-            whole = torch.cat(whole.view(count, *parts.shape).unbind(), dim).view(-1)
-        return whole
+            low_half = torch.cat(low_half.view(count, *parts.shape).unbind(), dim).view(-1)
+        return low_half
 
 
 class Whole(Cell):

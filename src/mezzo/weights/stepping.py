@@ -98,7 +98,7 @@ class _Alike:
     """Parameters of one device, with high halves of one dtype, whose FP32 values lie side by side in one memory."""
 
     def __init__(self, weights: list[Halves]) -> None:
-        high_halves, remainders = zip(*(weight.whole() for weight in weights), strict=True)
+        high_halves, remainders = zip(*(weight.base_halves() for weight in weights), strict=True)
         *starts, total = accumulate((-(-high.numel() // _ALIGNED) * _ALIGNED for high in high_halves), initial=0)
         memory = torch.empty(total, dtype=torch.float32, device=high_halves[0].device)
         # The tensor is held, so that a cast during the step does not find the memory unused and store it in halves.

@@ -173,12 +173,12 @@ F32, F64, I64, FLAG = (FP32, 0), (torch.float64, 0), (torch.int64, 0), (torch.bo
 #: Functions of a few numbers: their first arguments, the kinds of the others, and the most registers, in eights.
 SHARED = {
     "adamw's numbers": (verdict.numbers_of_step, ((rule("adamw"),),), [FLAG, I64, *[F64] * 5], 48),
-    "verdict": (verdict.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
+    "verdict": (verdict.judge_numbers, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
     "counts": (verdict.counted, (), [FLAG, I64, I64], 24),
     "next scale": (device_state.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
     "next scale of two optimizers": (device_state.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, *[FLAG] * 4], 32),
     "verdict, told to a fused optimizer": (
-        verdict.concluded,
+        verdict.judge_step_numbers,
         (True, True, True, 0, 1),
         [(FP32, 1), F32, (FP32, None), F32, FLAG],
         80,

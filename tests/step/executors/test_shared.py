@@ -99,9 +99,9 @@ def test_a_verdict(interpreted, launched, scale, max_norm):
     numbers = [*([] if scale is None else [torch.tensor(scale)]), *([] if max_norm is None else [max_norm])]
     for norms in NORMS:
         tensors = [torch.tensor(norms), *numbers]
-        results = compute(verdict.decided, given, tensors)
-        same(results, verdict.decided(*given, *tensors))
-    assert launched == ["decided"] * len(NORMS)
+        results = compute(verdict.judge_numbers, given, tensors)
+        same(results, verdict.judge_numbers(*given, *tensors))
+    assert launched == ["judge_numbers"] * len(NORMS)
 
 
 @pytest.mark.parametrize("inner, losses", [([False], [1.0, math.inf]), ([True], [1.0, math.inf])])
@@ -111,19 +111,19 @@ def test_a_verdict_with_all_that_is_known_of_losses(interpreted, launched, inner
     for norms, flag in product(NORMS, (False, True)):
         tensors = [torch.tensor(norms), torch.tensor(1024.0), 7.3, *map(torch.tensor, (*inner, *losses, flag))]
         given = True, True, True, len(inner), len(losses)
-        results = compute(verdict.concluded, given, tensors)
-        same(results, verdict.concluded(*given, *tensors))
+        results = compute(verdict.judge_step_numbers, given, tensors)
+        same(results, verdict.judge_step_numbers(*given, *tensors))
         grad_norm, found_inf, multiplier, failed, *stats = results
-        same([grad_norm, multiplier], verdict.decided(True, True, *tensors[:3])[::2])
+        same([grad_norm, multiplier], verdict.judge_numbers(True, True, *tensors[:3])[::2])
         assert found_inf.item() == (not math.isfinite(grad_norm) or any(inner) or math.inf in losses or flag)
         assert failed.item() == (math.inf in losses or any(inner))
         same(stats, [found_inf.float(), multiplier.reciprocal()])
-    assert {*launched} == {"concluded"}
+    assert {*launched} == {"judge_step_numbers"}
 
 
 def test_a_norm_of_more_numbers_than_a_block_holds(interpreted):
     norms = torch.rand(5000)
-    norm, *_ = programs.Shared()(verdict.decided, (False, False), [norms])
+    norm, *_ = programs.Shared()(verdict.judge_numbers, (False, False), [norms])
     assert abs(norm / norms.double().norm() - 1) < 1e-6
 
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_written_goes_by_torch_s_operations(interpreted, launched
     ):
         words = f"no Triton for {what} of torch {torch.__version__}\n"
         with pytest.raises(NoKernel, match=re.escape(words)):
-            programs.written(function, (), [(tensor.dtype, tensor.dim())])
+            programs.spelled_function(function, (), [(tensor.dtype, tensor.dim())])
         caplog.clear()
         for _ in range(2):
             compute = programs.Shared()

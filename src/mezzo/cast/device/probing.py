@@ -181,7 +181,7 @@ class FormatSupport:
     families: Mapping[Family, FamilySupport] = field(hash=False)
 
     @classmethod
-    def alike(cls, status: Status, detail: str, **more: Any) -> FormatSupport:
+    def same_for_all(cls, status: Status, detail: str, **more: Any) -> FormatSupport:
         """Make the support of a format of which one thing holds for every family: what :class:`FamilySupport` takes."""
         return cls(families=dict.fromkeys(FAMILIES, FamilySupport(status=status, detail=detail, **more)))
 
@@ -283,19 +283,19 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
         logger.info("nothing is known of this CPU: %s", fault)
     answers = dict(stored_formats)
 
-    def asked(dtype: torch.dtype, limit: str | None) -> FormatSupport:
+    def support_of(dtype: torch.dtype, limit: str | None) -> FormatSupport:
         key = dtype_name(dtype) + (f" under {limit}" if limit else "")
         answers[key] = answers.get(key) or _ask_child(dtype, limit)
         return answers[key]
 
     formats, needs_isa_limit = {}, False
     for dtype in FORMATS:
-        free = asked(dtype, None)
-        dies = free.status == "dead"
-        cured = dies and any(family.status == "right" for family in asked(dtype, ISA_LIMIT).families.values())
+        unlimited = support_of(dtype, None)
+        dies = unlimited.status == "dead"
+        cured = dies and any(family.status == "right" for family in support_of(dtype, ISA_LIMIT).families.values())
         limit = setting or (ISA_LIMIT if cured else None)
-        used = asked(dtype, limit).claiming(claims.of_processor(cpu, dtype, limit))
-        formats[dtype] = _dead(used, free.worst.detail, cured) if dies else used
+        used = support_of(dtype, limit).claiming(claims.of_processor(cpu, dtype, limit))
+        formats[dtype] = _dead(used, unlimited.worst.detail, cured) if dies else used
         needs_isa_limit |= cured
     # What could not be asked, on a machine that is too busy for instance, may answer the next time.
     lasting = {key: support for key, support in answers.items() if support.status != "unknown"}
@@ -325,10 +325,10 @@ def cuda_report() -> DeviceReport:
     formats = {}
     for dtype in FORMATS:
         if dtype is torch.bfloat16 and not has_bfloat16:
-            formats[dtype] = FormatSupport.alike("unsupported", "torch only imitates it on this device")
+            formats[dtype] = FormatSupport.same_for_all("unsupported", "torch only imitates it on this device")
         else:
             claim = claims.of_cuda(capability, dtype)
-            formats[dtype] = FormatSupport.alike(
+            formats[dtype] = FormatSupport.same_for_all(
                 "right", "the device is made for it" if claim.has else claim.words, claim=claim
             )
     return DeviceReport(device_type="cuda", name=torch.cuda.get_device_name(), formats=formats)
@@ -356,7 +356,7 @@ def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
     if report is not None:
         return FormatSupport.of_report(report)
     if fault in child.FAULTS:
-        return FormatSupport.alike("dead", f"another process that tried it was killed by {fault}")
+        return FormatSupport.same_for_all("dead", f"another process that tried it was killed by {fault}")
     return _unknown(ended)
 
 
@@ -395,7 +395,7 @@ def answered(
 
 
 def _unknown(why: str) -> FormatSupport:
-    return FormatSupport.alike("unknown", f"it could not be asked: {why}")
+    return FormatSupport.same_for_all("unknown", f"it could not be asked: {why}")
 
 
 # This process ------------------------------------------------------------------------------------------

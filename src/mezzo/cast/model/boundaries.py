@@ -93,7 +93,7 @@ class HeldRegion:
     def resolved(self) -> Region:
         """Resolve the region anew."""
         device_types = tuple(dict.fromkeys(device_type for model in self._devices for device_type in model.kinds()))
-        return Region.inside(self.policy, self.path, RuledParams.known_of(self._params), device_types)
+        return Region.inside(self.policy, self.path, RuledParams.facts_of(self._params), device_types)
 
     @constant_in_graphs
     def kinds(self) -> tuple[str, ...]:

@@ -109,7 +109,7 @@ def wanted_storage(
     policy: Policy,
     *,
     converts: bool = False,
-    waits: bool = False,
+    expects_session: bool = False,
     came_as: Mapping[Tensor, torch.dtype] | None = None,
 ) -> Stored:
     """Decide every tensor's storage, or raise all that stands against the decision.
@@ -118,11 +118,11 @@ def wanted_storage(
         model: The model.
         policy: The policy.
         converts: Whether the decision is to be carried out: what stands against that is raised as well.
-        waits: Whether a session is to find the model prepared, which it must be only once then.
+        expects_session: Whether a session is to find the model prepared, which it must be only once then.
         came_as: The dtypes that the tensors of a prepared model had before; each gets a storage then, and whether that
             loses values is asked by :func:`lost_by` alone.
     """
-    if came_as is None and ((waits and preparations_in(model)) or _is_hooked(model)):
+    if came_as is None and ((expects_session and preparations_in(model)) or _is_hooked(model)):
         raise StateError(
             "the model is prepared already",
             where=type(model).__name__,
@@ -198,8 +198,8 @@ def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
     for rule in rules:
         for cls, parts in _ATOMIC.items():
             inside = sorted(set(rule.ops) & parts)
-            every = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
-            paths = [path for path, module in every if _names_any(rule, module, path)]
+            candidates = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
+            paths = [path for path, module in candidates if _names_any(rule, module, path)]
             if inside and paths:
                 yield (
                     f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
@@ -319,11 +319,11 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    every: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
-    narrowed = {t: dtype for t, dtype in every.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
+    new_dtypes: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
+    narrowed = {t: dtype for t, dtype in new_dtypes.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
-    converted = [t for t in every if isinstance(t, nn.Parameter)]
+    converted = [t for t in new_dtypes if isinstance(t, nn.Parameter)]
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()) and converted:
         yield StateError(
             f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",
@@ -365,11 +365,13 @@ def is_alone(tensor: Tensor) -> bool:
 
 def _lost(narrowed: Mapping[Tensor, torch.dtype]) -> list[Tensor]:
     """Return the tensors with finite values that would become infinite."""
-    asked = [*narrowed]
+    narrowed_tensors = [*narrowed]
     flags = [is_lost(local(t.detach()), dtype) for t, dtype in narrowed.items()]
     # Of a sharded one every rank knows its own part.
-    are_lost = flags_of_all(torch.stack([flag.to(asked[0].device) for flag in flags]), asked).tolist()
-    return [t for t, is_so in zip(asked, are_lost, strict=True) if is_so]
+    are_lost = flags_of_all(
+        torch.stack([flag.to(narrowed_tensors[0].device) for flag in flags]), narrowed_tensors
+    ).tolist()
+    return [t for t, is_so in zip(narrowed_tensors, are_lost, strict=True) if is_so]
 
 
 def is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from inspect import getattr_static
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo import sharded
 from mezzo.cast.device import default_device_types, devices
-from mezzo.cast.differences import Known
+from mezzo.cast.differences import ParamFacts
 from mezzo.cast.products import Memory, recipe_of
 from mezzo.compiling import constant_in_graphs
 from mezzo.errors import MezzoError, UnsupportedError, some_of
@@ -26,6 +27,7 @@ from mezzo.tensors import CASTABLE, LOW, dtype_name
 
 #: What normalises by statistics of its input: batch norm and instance norm.
 NORM: Final = private("torch.nn.modules.batchnorm._NormBase")
+_NUMBERED: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -46,40 +48,41 @@ def has_forward(module: nn.Module) -> bool:
     return getattr_static(type(module), "forward") is not nn.Module.forward  # that of TorchScript's cannot be got
 
 
-def called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def called_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the model and its modules that have a forward."""
     yield from ((path, module) for path, module in model.named_modules() if not path or has_forward(module))
 
 
-def owned(module: nn.Module) -> Iterator[nn.Parameter]:
+def own_params(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield a module's own parameters, with those in containers of it that are never called."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not has_forward(child):
-            yield from owned(child)
+            yield from own_params(child)
 
 
-def outermost(model: nn.Module) -> Iterator[nn.Module]:
+def entry_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield what is called from outside: the model, or of one that is a container what is called in it."""
     if has_forward(model) or "forward" in vars(model):
         yield model
     else:
         for child in model.children():
-            yield from outermost(child)
+            yield from entry_modules(child)
 
 
 def region_paths(model: nn.Module, policy: Policy) -> dict[str, str]:
     """Return for each called module the path whose region it runs in: its own where a rule makes a difference there."""
     paths = {"": ""}
-    for path, _ in called(model):
-        around = path.rpartition(".")[0]
-        while around not in paths:  # containers are never called
-            around = around.rpartition(".")[0]
+    for path, _ in called_modules(model):
+        outer_path = path.rpartition(".")[0]
+        while outer_path not in paths:  # containers are never called
+            outer_path = outer_path.rpartition(".")[0]
         ops_differ = any(
-            rule.op is not None and rule.matches_module(path) != rule.matches_module(around) for rule in policy.rules
+            rule.op is not None and rule.matches_module(path) != rule.matches_module(outer_path)
+            for rule in policy.rules
         )
-        differs = policy.module_rule(path) is not policy.module_rule(around) or ops_differ
-        paths[path] = path if differs else paths[around]
+        differs = policy.module_rule(path) is not policy.module_rule(outer_path) or ops_differ
+        paths[path] = path if differs else paths[outer_path]
     return paths
 
 
@@ -193,7 +196,7 @@ class RuledParams:
         return [*tensors, *self.gathered.values()] if self.gathered else tensors
 
     @classmethod
-    def known_of(cls, models: Iterable[RuledParams]) -> Known:
+    def facts_of(cls, models: Iterable[RuledParams]) -> ParamFacts:
         """Return what regions are to know of the parameters of some models."""
         every_model = [*models]
         memories = [params.memory for params in every_model if params.memory is not None]
@@ -202,7 +205,7 @@ class RuledParams:
                 params.memory.rebind(params.gathered)
         ruled = [pair for params in every_model for pair in params]
         pins_buffers = not all(isinstance(tensor, nn.Parameter) for tensor, _ in ruled)
-        return Known({id(tensor): treatment for tensor, treatment in ruled}, tuple(memories), pins_buffers)
+        return ParamFacts({id(tensor): treatment for tensor, treatment in ruled}, tuple(memories), pins_buffers)
 
 
 def product_rule(path: str, policy: Policy) -> Rule | None:
@@ -215,21 +218,30 @@ def product_rule(path: str, policy: Policy) -> Rule | None:
     return None if stays else rule
 
 
+def _by_module(path: str, policy: Policy) -> set[Treatment]:
+    """Return the treatments of the products in a module."""
+    return {policy.explain(op, path or None).treatment for op in QUANTISABLE}
+
+
+def _quantised(path: str, by_module: set[Treatment], policy: Policy) -> set[Treatment]:
+    """Return in what below sixteen bits the products of a parameter are, if its rule or its module's says so."""
+    rule = product_rule(path, policy)
+    return ({rule.treatment} if rule else by_module) & {*QUANTISED}
+
+
 def _memory(model: nn.Module, policy: Policy) -> Memory | None:
     """Return what the products of a model remember, if a rule gives one a recipe that does."""
     weights, remembers = dict[str, tuple[nn.Module, str]](), False
     for path, module in model.named_modules():
-        by_module = {policy.explain(op, path or None).treatment for op in QUANTISABLE}
+        by_module = _by_module(path, policy)
         for name, param in module._parameters.items():
             if param is None or param.dim() < 2:
                 continue
-            whole = f"{path}.{name}" if path else name
-            rule = product_rule(whole, policy)
-            quantised = {*([rule.treatment] if rule else by_module)} & {*QUANTISED}
-            recipes = [recipe_of(policy, treatment) for treatment in quantised]
+            full_path = f"{path}.{name}" if path else name
+            recipes = [recipe_of(policy, treatment) for treatment in _quantised(full_path, by_module, policy)]
             remembers |= any(recipe.remembers for recipe in recipes)
             if any(recipe.delayed for recipe in recipes):
-                weights[whole] = module, name
+                weights[full_path] = module, name
     return Memory(weights, policy) if remembers else None
 
 
@@ -237,7 +249,8 @@ def _memory(model: nn.Module, policy: Policy) -> Memory | None:
 
 
 def sharded_otherwise(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
-    """Yield what ``fully_shard`` did to a model that does not go with a policy."""
+    """Yield what ``fully_shard`` or tensor parallelism did to a model that does not go with a policy."""
+    yield from _cut_below_sixteen(model, policy)
     parts: dict[Tensor, Shard] = {part.param: part for part in sharded.shards(model)}
     if not parts:
         return
@@ -269,4 +282,25 @@ def sharded_otherwise(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
             where=some_of(alone),
             why="no module that was given to fully_shard holds them, so that ranks would drift apart",
             write="fully_shard(model) last, after that of the modules inside it: it takes all that are left",
+        )
+
+
+def _cut_below_sixteen(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
+    """Refuse products below sixteen bits of weights that tensor parallelism has cut, or copied as DTensors."""
+    if not any(rule.treatment in QUANTISED for rule in policy.rules) or not (cut := sharded.cut_by_others(model)):
+        return
+    names = [
+        path
+        for param, path, _ in stored_tensors(model)
+        if param in cut and param.dim() > 1 and _quantised(path, _by_module(path.rpartition(".")[0], policy), policy)
+    ]
+    if names:
+        # One glob for the same layer of every block.
+        globs = dict.fromkeys(_NUMBERED.sub("*", exact(name.rpartition(".")[0])) for name in names)
+        stays_low = "+".join(f"{op}@{glob}" for glob in globs for op in QUANTISABLE)
+        yield UnsupportedError(
+            "products below sixteen bits of weights that tensor parallelism has cut",
+            where=some_of(names),
+            why="each rank would scale its own part by that part's largest value",
+            write=f"rules for other modules; or low={stays_low} before them",
         )

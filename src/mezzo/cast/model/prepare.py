@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,15 @@ from mezzo import sharded
 from mezzo.cast.model.boundaries import HeldRegion, TakesIn, Within, keep_dtypes
 from mezzo.cast.model.checks import Stored, changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.outputs import GivesOut
-from mezzo.cast.model.places import Devices, RuledParams, called, outermost, owned, region_paths, stored_tensors
+from mezzo.cast.model.places import (
+    Devices,
+    RuledParams,
+    called_modules,
+    entry_modules,
+    own_params,
+    region_paths,
+    stored_tensors,
+)
 from mezzo.cast.model.storing import store_as
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
@@ -26,7 +36,7 @@ from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.policy.rules import exact
 from mezzo.sharded import restore_data, set_data
 from mezzo.tensors import LOW, dtype_name
-from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
+from mezzo.weights.models import halves, hide_storage, of_halves, store, store_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +84,7 @@ def prepare(model: nn.Module, policy: PolicyLike) -> Prepared:
         <class 'torch.nn.parameter.Parameter'>
     """
     require_module(model)
-    return Prepared(model, Policy.of(policy), waits=True)
+    return Prepared(model, Policy.of(policy), expects_session=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,14 +92,14 @@ class Preparation:
     """How a policy is carried out on a model: planned, and nothing of the model changed.
 
     Attributes:
-        asked: The policy, as it was given.
+        given_policy: The policy, as it was given.
         policy: The policy with what the model's classes add to it, and its low ends.
         storage: How the model's tensors are stored.
         params: The parameters that rules speak about.
         regions: The modules in which a region has something to do, the model itself first.
     """
 
-    asked: Policy
+    given_policy: Policy
     policy: Policy
     storage: Stored
     params: RuledParams
@@ -99,28 +109,28 @@ class Preparation:
     def of(
         cls,
         model: nn.Module,
-        asked: Policy,
+        given_policy: Policy,
         devices: Devices,
         *,
-        waits: bool = False,
+        expects_session: bool = False,
         came_as: Mapping[Tensor, torch.dtype] | None = None,
     ) -> Preparation:
         """Plan it, or raise all that stands against it.
 
         Args:
             model: The model.
-            asked: The policy.
+            given_policy: The policy.
             devices: The devices of the model's tensors.
-            waits: Whether a session is to find the model prepared.
+            expects_session: Whether a session is to find the model prepared.
             came_as: Of a model that is prepared already, and is to be under another policy: the dtypes that its tensors
                 had before. Nothing is asked of other ranks then, and of values.
         """
-        policy = with_low_ends(model, with_pinned_classes(model, as_named(model, asked)))
-        storage = wanted_storage(model, policy, converts=True, waits=waits, came_as=came_as)
+        policy = with_low_ends(model, with_pinned_classes(model, as_named(model, given_policy)))
+        storage = wanted_storage(model, policy, converts=True, expects_session=expects_session, came_as=came_as)
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
         params = RuledParams.of(model, policy, gathers=came_as is None)
         regions = [*_planned_regions(model, policy, params, devices)]
-        return cls(asked=asked, policy=policy, storage=storage, params=params, regions=regions)
+        return cls(given_policy=given_policy, policy=policy, storage=storage, params=params, regions=regions)
 
 
 class Prepared:
@@ -129,8 +139,8 @@ class Prepared:
     Args:
         model: The model.
         policy: The policy to prepare it with.
-        tells: Whether rules that do not reach inside what they mean are logged.
-        waits: Whether a session may come later, which finds the handle by its model.
+        logs_unreached_rules: Whether rules that do not reach inside what they mean are logged.
+        expects_session: Whether a session may come later, which finds the handle by its model.
 
     Attributes:
         model: The model.
@@ -139,25 +149,28 @@ class Prepared:
         plan: How the policy is carried out.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, *, logs_unreached_rules: bool = True, expects_session: bool = False
+    ) -> None:
         require_module(model)
         self.model, self.in_session, self._is_removed = model, False, False
         sharded.reshard(sharded.units(model))
         self.devices = Devices(model)
-        self.plan = Preparation.of(model, policy, self.devices, waits=waits)
+        self.plan = Preparation.of(model, policy, self.devices, expects_session=expects_session)
         self._draws = torch.zeros((), dtype=torch.int64)  # of products below sixteen bits, under former policies
         self._before: dict[Tensor, Tensor] = {}  # what O3 has rounded, until nothing can fail any more
         self._dtypes: dict[Tensor, torch.dtype] = {}  # that tensors go back to
         self._dtypes_at: dict[str, torch.dtype] = {}  # and those that took their places: model.to() makes new buffers
-        for line in out_of_reach(model, self.policy) if tells else ():
+        for line in out_of_reach(model, self.policy) if logs_unreached_rules else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
-        self._with: tuple[Prepared, ...] | None = None  # the models whose parameters its region knows as well
+        self._first_hook = RemovableHandle(OrderedDict()).id  # those of before have smaller numbers
+        self._region_models: tuple[Prepared, ...] | None = None  # the models whose parameters its region knows as well
         self._entered, self._undo = ExitStack(), ExitStack()
         try:
             self._store()
             self._enter()
-            if waits:
+            if expects_session:
                 for module in model.modules():
                     handles = vars(module).setdefault("_mezzo_prepared", [])
                     handles.append(self)
@@ -168,7 +181,7 @@ class Prepared:
             raise
 
     def __repr__(self) -> str:
-        return f"<mezzo.prepare({type(self.model).__name__}, {str(self.asked)!r}): {halves(self.model)}>"
+        return f"<mezzo.prepare({type(self.model).__name__}, {str(self.given_policy)!r}): {halves(self.model)}>"
 
     @property
     def policy(self) -> Policy:
@@ -176,9 +189,9 @@ class Prepared:
         return self.plan.policy
 
     @property
-    def asked(self) -> Policy:
+    def given_policy(self) -> Policy:
         """The policy, as it was given."""
-        return self.plan.asked
+        return self.plan.given_policy
 
     @property
     def params(self) -> RuledParams:
@@ -209,7 +222,7 @@ class Prepared:
 
     def _enter(self) -> None:
         """Carry the policy out on the model's modules."""
-        policy, model, self._with = self.policy, self.model, None
+        policy, model, self._region_models = self.policy, self.model, None
         self._halves = {}
         for name, param in model.named_parameters():
             if param in self.plan.storage.halves:
@@ -217,14 +230,21 @@ class Prepared:
         self._entered.callback(hide_storage(model, is_low=policy.param_dtype in LOW))
         if policy.casts:
             self._entered.callback(keep_dtypes(self))
+        tables: list[Any] = []
+        for module in model.modules():
+            tables += module._forward_pre_hooks, module._forward_hooks
+        later_hooks = [[number for number in table if number > self._first_hook] for table in tables]
         for module, within in self.plan.regions:
             within.begin(module)
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
             self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
         out = policy.output_dtype
-        for module, last in () if out is None else ((module, GivesOut(out)) for module in outermost(model)):
+        for module, last in () if out is None else ((module, GivesOut(out)) for module in entry_modules(model)):
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit))
+        for table, numbers in zip(tables, later_hooks, strict=True):
+            for number in numbers:  # what came after the first policy's hooks comes after another's, too
+                table.move_to_end(number)
         self._forget_compiled()
 
     def _leave(self) -> None:
@@ -244,9 +264,9 @@ class Prepared:
     def _taking_in(self) -> Iterator[tuple[nn.Module, torch.dtype]]:
         """Yield the modules of an O3 model that cast their inputs, each with the dtype of what it computes with."""
         paths, plain = region_paths(self.model, self.policy), self.plan.storage.plain
-        for path, module in called(self.model):
+        for path, module in called_modules(self.model):
             rule = self.policy.module_rule(path)
-            stored = {plain[param] for param in owned(module) if param in plain}
+            stored = {plain[param] for param in own_params(module) if param in plain}
             if rule is not None and (stored or paths[path] == path):
                 yield module, torch.float32 if rule.treatment == "fp32" else self.policy.dtype
             elif low_dtypes := stored & {*LOW}:
@@ -300,8 +320,9 @@ class Prepared:
         if memory is not None:
             self._draws = memory.draws
         if now is not None:
-            is_alike = memory is not None and memory.history.shape[-1] == now.history.shape[-1]
-            histories = {id(weight): history for weight, history in memory.histories()} if is_alike else {}
+            histories = dict[int, Tensor]()
+            if memory is not None and memory.history.shape[-1] == now.history.shape[-1]:
+                histories = {id(weight): history for weight, history in memory.histories()}
             now.load(histories, int(self._draws))
 
     @compiled_inside_alone
@@ -315,30 +336,30 @@ class Prepared:
             device_types = tuple(
                 dict.fromkeys(device_type for handle in (self, *others) for device_type in handle.devices.kinds())
             )
-            known = RuledParams.known_of([handle.params for handle in (self, *others)])
-            if len(device_types) == 1 and not known.pinned and not known.memories:
+            facts = RuledParams.facts_of([handle.params for handle in (self, *others)])
+            if len(device_types) == 1 and not facts.pinned and not facts.memories:
                 return autocast(self.policy, device_types[0])  # which knows how to be traced
-            return autocast.of(Region.inside(self.policy, "", known, device_types))
-        if self._with is None or others != self._with:
-            every = (self, *others)
-            self._region = HeldRegion(self.policy, "", [e.params for e in every], [e.devices for e in every])
-            self._with = others
+            return autocast.of(Region.inside(self.policy, "", facts, device_types))
+        if self._region_models is None or others != self._region_models:
+            handles = (self, *others)
+            self._region = HeldRegion(self.policy, "", [e.params for e in handles], [e.devices for e in handles])
+            self._region_models = others
         return autocast.of(self._region.now())
 
-    def require_whole(self) -> None:
+    def prepare_for_session(self) -> None:
         """Refuse a session where the model is not what it was prepared to be.
 
         Raises:
             StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
         """
-        model_class = type(self.model).__name__
+        model_name = type(self.model).__name__
         if self._is_removed:
             raise StateError(
-                "the preparation was removed", where=model_class, write="mezzo.prepare(model, policy) again"
+                "the preparation was removed", where=model_name, write="mezzo.prepare(model, policy) again"
             )
         if self.in_session:
             raise StateError(
-                "the prepared model belongs to a session", where=model_class, write="amp.close() of that one first"
+                "the prepared model belongs to a session", where=model_name, write="amp.close() of that one first"
             )
         sharded.reshard(sharded.units(self.model))
         self.convert_shards()
@@ -381,7 +402,7 @@ class Prepared:
         self._undo.close()
         self._leave()
         if self.plan.storage.halves:
-            restore(self.model.parameters())
+            store_plainly(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
             restore_data(tensor, self._before.get(tensor, tensor.data).to(dtype))
         for tensor, path, _ in stored_tensors(self.model):
@@ -399,7 +420,7 @@ def _planned_regions(
     """Yield the modules in which a region has something to do, the model itself first."""
     paths = region_paths(model, policy)
     is_low = policy.param_dtype != torch.float32
-    for path, module in called(model):
+    for path, module in called_modules(model):
         is_own = paths[path] == path and (path != "" or len(params) > 0)
         rule = policy.module_rule(path) if paths[path] else None
         dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else policy.dtype
@@ -445,17 +466,17 @@ def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
     """
     if not any(rule.treatment in QUANTISED for rule in policy.rules):
         return policy
-    layers = [path for path, module in model.named_modules() if path and any(p.dim() > 1 for p in owned(module))]
-    ends = {layers[-1]: "last", layers[0]: "first"} if layers else {}
+    layers = [path for path, module in model.named_modules() if path and any(p.dim() > 1 for p in own_params(module))]
+    end_layers = {layers[-1]: "last", layers[0]: "first"} if layers else {}
     rules = []
-    for layer, end in ends.items():
+    for layer, position in end_layers.items():
         names = [name for name, _ in model.get_submodule(layer).named_parameters(layer, recurse=False)]
         by_param = [rule for name in names if (rule := policy.product_rule(name)) is not None]
         deciding = {op: policy.explain(op, layer).rule for op in QUANTISABLE}
-        asked = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
-        if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in asked):
-            why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
-            low_ops = [op for op, rule in deciding.items() if by_param or rule in asked]
+        rules_asking_low = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
+        if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in rules_asking_low):
+            why = f"the {position} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
+            low_ops = [op for op, rule in deciding.items() if by_param or rule in rules_asking_low]
             rules += [Rule("low", op=op, module=exact(layer), reason=why) for op in low_ops]
     selectors = {rule.selector for rule in policy.rules}
     return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in selectors), *policy.rules))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mezzo.cast.model.checks import Stored
 from mezzo.errors import UnsupportedError
 from mezzo.sharded import restore_data
-from mezzo.weights.models import Form, of_halves, recode, store, store_plainly
+from mezzo.weights.models import Form, of_halves, recode, store, try_plainly
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def _put(tensor: Tensor, form: Form, name: str) -> None:
         restore_data(tensor, tensor.data.float())
         store({tensor: form.dtype}, {tensor: name})  # type: ignore[dict-item]
     else:
-        if store_plainly([tensor]):
+        if try_plainly([tensor]):
             raise UnsupportedError(
                 f"the parameter {name} cannot be stored otherwise now",
                 why="something in C++ refers to it, as what torch.profiler has recorded with record_shapes does",

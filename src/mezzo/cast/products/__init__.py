@@ -14,7 +14,7 @@ Sources: Micikevicius et al. 2022 (E4M3 forward, E5M2 for gradients); torchao's 
 OCP Microscaling Formats 1.0; NVIDIA, *Pretraining Large Language Models with NVFP4*, arXiv 2509.25149.
 """
 
-from mezzo.cast.products.functions import Operands, asked, cast_as, placed, product
+from mezzo.cast.products.functions import Operands, cast_as, operands_or_reason, placed, product
 from mezzo.cast.products.memory import ROLES, Memory
 from mezzo.cast.products.recipes import Recipe, recipe_of, recipe_on, recipe_support
 
@@ -23,8 +23,8 @@ __all__ = [
     "Memory",
     "Operands",
     "Recipe",
-    "asked",
     "cast_as",
+    "operands_or_reason",
     "placed",
     "product",
     "recipe_of",

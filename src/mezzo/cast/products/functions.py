@@ -16,6 +16,7 @@ from mezzo.cast.products.operands import Quantiser
 from mezzo.cast.products.recipes import Recipe
 from mezzo.compiling import never_compiled
 from mezzo.dispatch import DisableTorchFunction, is_transformed
+from mezzo.sharded import is_distributed
 
 
 class Operands(NamedTuple):
@@ -37,7 +38,7 @@ _NAMES: Final = {
 _FACTORS: Final = {op: names[-2:] if op != "linear" else names[:2] for op, names in _NAMES.items()}
 
 
-def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -> Operands | str:
+def operands_or_reason(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -> Operands | str:
     """Read a call as a product of a weight.
 
     Args:
@@ -58,6 +59,8 @@ def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -
         return "no operand is a parameter"
     if second.dim() != 2 or first.dim() < 1 or (is_turned and (first.dim() != 2 or op == "addmm")):
         return "it is no product of a matrix with a weight"
+    if is_distributed(first) or is_distributed(second):
+        return "tensor parallelism has cut an operand"
     operands = _arranged(op, named, is_turned=is_turned)
     sizes = {
         "rows": math.prod(operands.x.shape[:-1]), "features in": operands.weight.shape[1],
@@ -67,9 +70,9 @@ def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -
     return f"{' and '.join(odd)}, no multiple of {multiple}" if odd else operands
 
 
-def cast_as(asked: Operands, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
+def cast_as(operands: Operands, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
     """Read the same call with cast arguments."""
-    return _arranged(op, _named(op, args, kwargs), is_turned=asked.is_turned)
+    return _arranged(op, _named(op, args, kwargs), is_turned=operands.is_turned)
 
 
 def _named(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Memory:
         self.draws = torch.zeros((), dtype=torch.int64)
         self.counts = False
         self._numbers: dict[int, int] = {}
-        self._known: list[nn.Parameter | None] = []
+        self._bound_weights: list[nn.Parameter | None] = []
         self._parts: dict[Tensor, Tensor] = {}
         self.rebind({})
 
@@ -101,10 +101,10 @@ class Memory:
         """
         now = self.standing()
         device = next((weight.device for weight in now if weight is not None), self.history.device)
-        is_known = len(now) == len(self._known) and all(map(is_, now, self._known))
-        if is_known and not gathered and device == self.history.device:
+        is_bound = len(now) == len(self._bound_weights) and all(map(is_, now, self._bound_weights))
+        if is_bound and not gathered and device == self.history.device:
             return  # as at nearly every region of a module
-        self._known, self._parts = now, {whole: part for part, whole in gathered.items()}
+        self._bound_weights, self._parts = now, {whole: part for part, whole in gathered.items()}
         weights = [(number, weight) for number, weight in enumerate(now) if weight is not None]
         self._numbers = {id(weight): number for number, weight in weights}
         self._numbers |= {id(gathered[weight]): number for number, weight in weights if weight in gathered}

@@ -102,8 +102,8 @@ def _conflicts(level: str, cast: Any, patch: Any, norms: Any, masters: Any) -> I
         ("master_weights", masters, level == "O0" and bool(masters),
          "the model's weights are FP32 themselves", 'opt_level="O2"'),
     )  # fmt: skip
-    for name, value, is_there, why, write in reasons:
-        if is_there:
+    for name, value, contradicts, why, write in reasons:
+        if contradicts:
             where = f"amp.initialize(opt_level={level!r}, {name}={shown(value)})"
             yield PolicyError(
                 f"{level} and {name}={shown(value)} contradict each other", where=where, why=why, write=write
@@ -138,7 +138,7 @@ def _loss_scale(level: str, value: Any, least: Any, most: Any) -> LossScale:
 logger = logging.getLogger(__name__)
 
 _SCALER: Final = "loss_scaler"
-_BEGIN: Final = "model, optimizer = amp.initialize(model, optimizer, opt_level=…)"
+_INITIALIZE_CALL: Final = "model, optimizer = amp.initialize(model, optimizer, opt_level=…)"
 
 
 class _Session(AttachedPrecision):
@@ -157,7 +157,7 @@ class _Amp:
 
     def __init__(self) -> None:
         self.session: _Session | None = None
-        self.is_disabled = self.has_told = False
+        self.is_disabled = self.has_warned = False
         self._undo: contextlib.ExitStack | None = None
 
     def begin(self, models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
@@ -183,26 +183,26 @@ class _Amp:
     def end(self) -> None:
         """Undo everything."""
         undo, self._undo, self.session = self._undo, None, None
-        self.is_disabled = self.has_told = False
+        self.is_disabled = self.has_warned = False
         REGISTERED.forget()
         if undo is not None:
             undo.close()
 
-    def training(self, call: str) -> _Session | None:
+    def require_session(self, caller: str) -> _Session | None:
         """Return the session; ``None`` where amp is not enabled.
 
         Raises:
             StateError: ``amp.initialize`` was not called, or was called without an optimizer.
         """
         if self.session is None and not self.is_disabled:
-            problem = f"{call} without an optimizer" if self.is_running else f"{call} before amp.initialize"
-            raise StateError(problem, write=_BEGIN)
+            problem = f"{caller} without an optimizer" if self.is_running else f"{caller} before amp.initialize"
+            raise StateError(problem, write=_INITIALIZE_CALL)
         return self.session
 
-    def share_one_scale(self) -> None:
+    def warn_of_shared_scale(self) -> None:
         """Warn once that all losses share one scale."""
-        if not self.has_told:
-            self.has_told = True
+        if not self.has_warned:
+            self.has_warned = True
             warnings.warn(
                 message(
                     "all losses share one loss scale",
@@ -300,27 +300,27 @@ def initialize(
             cast_model_outputs, min_loss_scale, max_loss_scale,
         )  # fmt: skip
         policy = REGISTERED.with_rules(policy) if policy.casts else policy
-        model_list, optimizer_list = _listed(models, nn.Module), [*map(_inner, _listed(optimizers, Optimizer))]
+        model_list, optimizer_list = _listed(models, nn.Module), [*map(_unwrapped_larc, _listed(optimizers, Optimizer))]
         if num_losses > 1:
-            _AMP.share_one_scale()
+            _AMP.warn_of_shared_scale()
         _AMP.begin(model_list, optimizer_list, policy)
         if verbosity:
             logger.info("amp %s is %s", opt_level, policy)
     return models if optimizers is None else (models, optimizers)
 
 
-def _listed(given: Any, cls: type) -> list[Any]:
-    every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    wrong = [shown(value) for value in every if not isinstance(_inner(value), cls)]
-    if wrong or (not every and cls is nn.Module):
+def _listed(argument: Any, cls: type) -> list[Any]:
+    values = list(argument) if isinstance(argument, list | tuple) else [] if argument is None else [argument]
+    wrong_values = [shown(value) for value in values if not isinstance(_unwrapped_larc(value), cls)]
+    if wrong_values or (not values and cls is nn.Module):
         problem = f"amp.initialize takes {cls.__name__}s, one or a list"
-        raise PolicyError(problem, where=some_of(wrong) or "None", write=_BEGIN)
-    return every
+        raise PolicyError(problem, where=some_of(wrong_values) or "None", write=_INITIALIZE_CALL)
+    return values
 
 
-def _inner(given: Any) -> Any:
+def _unwrapped_larc(optimizer: Any) -> Any:
     """Return the optimizer that apex's LARC has in it: it changes gradients, and calls that one's step."""
-    return inner if isinstance(inner := getattr(given, "optim", None), Optimizer) else given
+    return inner if isinstance(inner := getattr(optimizer, "optim", None), Optimizer) else optimizer
 
 
 def deinitialize() -> None:
@@ -363,17 +363,19 @@ def scale_loss(
 
     **Cost**: a pass over the gradients. No host sync.
     """
-    if (session := _AMP.training("amp.scale_loss")) is None:
+    if (session := _AMP.require_session(caller="amp.scale_loss")) is None:
         yield loss
         return
     named = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
     if foreign := [
-        type(optimizer).__name__ for optimizer in named if _inner(optimizer) not in weights_of(session).optimizers
+        type(optimizer).__name__
+        for optimizer in named
+        if _unwrapped_larc(optimizer) not in weights_of(session).optimizers
     ]:
         problem = "amp.scale_loss was given an optimizer that amp.initialize was not"
         raise PolicyError(problem, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:
-        _AMP.share_one_scale()
+        _AMP.warn_of_shared_scale()
     yield engine_of(session).scale(loss)
 
 
@@ -410,7 +412,7 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     **Cost**: a host sync.
     """
     saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
-    if (session := _AMP.training("amp.state_dict")) is not None:
+    if (session := _AMP.require_session(caller="amp.state_dict")) is not None:
         engine_of(session).update()  # what the last step has found counts
         state = engine_of(session).scaler.state_dict()
         saved[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
@@ -428,7 +430,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Raises:
         StateError: No such state. Nothing was loaded.
     """
-    if (session := _AMP.training("amp.load_state_dict")) is None:
+    if (session := _AMP.require_session(caller="amp.load_state_dict")) is None:
         return
     first = state_dict.get(f"{_SCALER}0") if isinstance(state_dict, Mapping) else None
     if not isinstance(first, Mapping) or not {"loss_scale", "unskipped"} <= first.keys():
@@ -439,6 +441,6 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             write='amp.load_state_dict(checkpoint["amp"])',
         )
     if len(state_dict) > 1:
-        _AMP.share_one_scale()
+        _AMP.warn_of_shared_scale()
     if session.policy.loss_scale.mode == "dynamic":
         session.load_state_dict(state_dict)

@@ -103,10 +103,10 @@ def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[R
     # From the outermost in: each rule differs from what those around it say, and stands before them.
     for module in sorted(sorted(running, reverse=True), key=lambda path: path.count(".") if path else -1):
         default = base.explain(op, module or None).treatment
-        around = (rule.treatment for rule in nested if rule.module is None or rule.matches_module(module))
-        decided = next(around, default)
+        outer_treatments = (rule.treatment for rule in nested if rule.module is None or rule.matches_module(module))
+        outer_treatment = next(outer_treatments, default)
         treatment: Treatment = "fp32" if module in chosen else default
-        if treatment != decided:
+        if treatment != outer_treatment:
             nested.insert(0, Rule(treatment, op=op, module=exact(module) or None))
     return nested
 
@@ -150,15 +150,15 @@ def smallest(items: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[
         Junker, *QuickXplain: Preferred Explanations and Relaxations for Over-Constrained Problems*, AAAI 2004.
     """
 
-    def needed(around: list[T], has_grown: bool, items: list[T]) -> list[T]:
-        """Return the items that are needed beside those of ``around``, which may have grown since it was tested."""
-        if has_grown and passes(around):
+    def needed(background: list[T], has_grown: bool, items: list[T]) -> list[T]:
+        """Return the items that are needed beside those of ``background``, which may have grown since it was tested."""
+        if has_grown and passes(background):
             return []
         if len(items) == 1:
             return items
         first, second = items[: len(items) // 2], items[len(items) // 2 :]
-        of_second = needed(around + first, True, second)
-        return needed(around + of_second, bool(of_second), first) + of_second
+        of_second = needed(background + first, True, second)
+        return needed(background + of_second, bool(of_second), first) + of_second
 
     return needed([], False, list(items))
 
@@ -232,11 +232,11 @@ class Selection:
     def _behind(self, rules: Iterable[Rule]) -> tuple[Policy, dict[Spot, Rule]]:
         """Return the user's policy with rules behind its own and every other op low, and which rule pins which op."""
         users = {rule.selector for rule in self.table.rules}
-        added = [rule for rule in rules if rule.selector not in users]
-        policy, pinned = self.table.evolve(rules=(*self.table.rules, *added)), dict[Spot, Rule]()
+        added_rules = [rule for rule in rules if rule.selector not in users]
+        policy, pinned = self.table.evolve(rules=(*self.table.rules, *added_rules)), dict[Spot, Rule]()
         for op, module in self._bytes:
             decided = policy.explain(op, module or None)
-            if decided.rule in added and decided.treatment == "fp32":
+            if decided.rule in added_rules and decided.treatment == "fp32":
                 pinned[op, module] = decided.rule
         return all_low(policy, (spot for spot in self._bytes if spot not in pinned), self.no_kernel), pinned
 
@@ -304,8 +304,8 @@ class Selection:
             spots = smallest(spots, lambda part: passes([part]))
         groups = self._groups(spots)
         while groups:
-            whole = self.trials.outcome(self._pinning(groups))
-            gains = [whole.gain(self._without(groups, group)) for group in groups]
+            with_all = self.trials.outcome(self._pinning(groups))
+            gains = [with_all.gain(self._without(groups, group)) for group in groups]
             least = min(range(len(groups)), key=lambda number: (gains[number], -number))
             if gains[least] >= _WORTH_DB:
                 break

@@ -58,9 +58,9 @@ def sqnr(reference: Tensor, value: Tensor) -> float:
         >>> round(sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])), 6)
         20.0
     """
-    known, wide = torch.isfinite(reference), reference.double()
-    error = torch.where(known, value.double() - wide, 0.0).square().sum()
-    signal, noise = torch.stack([torch.where(known, wide, 0.0).square().sum(), error]).tolist()
+    is_finite, wide = torch.isfinite(reference), reference.double()
+    error = torch.where(is_finite, value.double() - wide, 0.0).square().sum()
+    signal, noise = torch.stack([torch.where(is_finite, wide, 0.0).square().sum(), error]).tolist()
     if not math.isfinite(noise):
         return -math.inf
     if not signal:
@@ -139,7 +139,8 @@ class Shadow:
                 why="policies are judged by gradients",
                 write="model.requires_grad_(True)",
             )
-        self._handle = Prepared(self.model, Policy.O0(), tells=False)  # raises for models that cannot be prepared
+        # It raises for models that cannot be prepared.
+        self._handle = Prepared(self.model, Policy.O0(), logs_unreached_rules=False)
         if low := [name for name, param in self.params.items() if param.dtype in LOW]:
             raise PolicyError(
                 "weights that train are stored low already",
@@ -157,7 +158,7 @@ class Shadow:
             self.gradients.append(self._fp32(step))
             if self._updates is not None:
                 self._updates.step(self.gradients[step])
-        self.judged = [_known(gradients) for gradients in self.gradients]
+        self.judged = [_above_noise(gradients) for gradients in self.gradients]
         self._names = [name for name in self.params if any(name in judged for judged in self.judged)]
         self.unjudged = tuple(name for name in self.params if name not in self._names)
         if not self._names:
@@ -168,7 +169,7 @@ class Shadow:
                 write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])",
             )
         if self._updates is not None:  # the weights are about to go back
-            self._added = self._updates.added(self._names)
+            self._total_update = self._updates.total_update(self._names)
 
     def forward(
         self,
@@ -190,8 +191,9 @@ class Shadow:
         self._randoms[step].restore()
         if self._handle.policy != policy:
             self._handle.remove()
-            self._handle = Prepared(self.model, policy, tells=False)  # trials tell, whatever their rules say
-        region, batch = self._handle.autocast(), _own(self.batches[step])
+            # Trials show what a rule does, whatever it says.
+            self._handle = Prepared(self.model, policy, logs_unreached_rules=False)
+        region, batch = self._handle.autocast(), _copy_of(self.batches[step])
         if on_batch is not None:
             on_batch(batch)
         with NoDropout(), region, inside:
@@ -207,9 +209,9 @@ class Shadow:
         if self._updates is None:
             return None
         low = self._updates.anew()
-        for of_step in gradients:
-            low.step(of_step)
-        ratio = sqnr(self._added, low.added(self._names))
+        for gradients_of_step in gradients:
+            low.step(gradients_of_step)
+        ratio = sqnr(self._total_update, low.total_update(self._names))
         return None if math.isnan(ratio) else ratio
 
     def _tensors(self) -> list[Tensor]:
@@ -221,7 +223,7 @@ class Shadow:
         gradients = run.gradients(1.0)
         if math.isfinite(run.loss.item()) and not _not_finite(gradients):
             return gradients
-        batch = _own(self.batches[step])  # not under the search's eyes, which would blame the copy
+        batch = _copy_of(self.batches[step])  # not under the search's eyes, which would blame the copy
         self._randoms[step].restore()
         origin = locate(lambda: self.loss_fn(self.model, batch), self.model)
         raise NumericsError(
@@ -232,7 +234,7 @@ class Shadow:
         )
 
 
-def _known(gradients: Gradients) -> list[str]:
+def _above_noise(gradients: Gradients) -> list[str]:
     """Return the parameters whose gradients are more than noise beside those of their module, or of all."""
     sizes = {name: float(gradient.abs().amax()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
 
@@ -249,7 +251,7 @@ def _not_finite(gradients: Gradients) -> list[str]:
 
 
 class _OptimizerSteps:
-    """The steps of an optimizer.
+    """Steps on a copy of the weights, to compare what an optimizer makes of gradients.
 
     Args:
         make: Makes it of parameters.
@@ -260,17 +262,17 @@ class _OptimizerSteps:
     """
 
     def __init__(self, make: MakeOptimizer, params: dict[str, nn.Parameter]) -> None:
-        made: Any = make(list(params.values()))
-        if not isinstance(made, Optimizer):
-            raise PolicyError(f"optimizer= returned {shown(made)}, no optimizer", write=_OPTIMIZER)
-        own = {id(param) for param in params.values()}
-        if any(id(param) not in own for group in made.param_groups for param in group["params"]):
+        optimizer: Any = make(list(params.values()))
+        if not isinstance(optimizer, Optimizer):
+            raise PolicyError(f"optimizer= returned {shown(optimizer)}, no optimizer", write=_OPTIMIZER)
+        param_ids = {id(param) for param in params.values()}
+        if any(id(param) not in param_ids for group in optimizer.param_groups for param in group["params"]):
             raise PolicyError(
                 "the optimizer updates other parameters than those it was given",
                 why="steps are taken on a copy of the model",
                 write=_OPTIMIZER,
             )
-        self._make, self._optimizer, self._params = make, made, params
+        self._make, self._optimizer, self._params = make, optimizer, params
         self._before = {name: param.detach().clone() for name, param in params.items()}
 
     def anew(self) -> _OptimizerSteps:
@@ -289,12 +291,12 @@ class _OptimizerSteps:
         finally:
             self._optimizer.zero_grad(set_to_none=True)
 
-    def added(self, names: Sequence[str]) -> Tensor:
+    def total_update(self, names: Sequence[str]) -> Tensor:
         """Return the sum of all steps' updates of some parameters, concatenated."""
         return torch.cat([(self._params[name].detach() - self._before[name]).flatten() for name in names])
 
 
-def _own(batch: Any) -> Any:
+def _copy_of(batch: Any) -> Any:
     """Return a copy of a batch: a loss function may write into it, and the next trial needs the batch as it was."""
     try:
         return copy.deepcopy(batch)
@@ -309,7 +311,7 @@ _DROP: Final = frozenset(
      functional.feature_alpha_dropout, torch.dropout}
 )  # fmt: skip
 #: Functions that hand themselves over whole; opened, they let a mode stay active meanwhile.
-_WHOLE: Final = {
+_OPENED: Final = {
     torch.autograd.backward: OPENED_BACKWARD,
     functional.multi_head_attention_forward: OPENED[functional.multi_head_attention_forward],
 }
@@ -325,9 +327,9 @@ class NoDropout(TorchFunctionMode):
     @compiled_inside_alone
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _WHOLE:
+        if func in _OPENED:
             with self:
-                return _WHOLE[func](*args, **kwargs)
+                return _OPENED[func](*args, **kwargs)
         if func in _DROP:
             return args[0] if args else kwargs["input"]
         if func is functional.scaled_dot_product_attention:
@@ -450,13 +452,13 @@ class Trials:
 
     def __init__(self, shadow: Shadow) -> None:
         self.shadow = shadow
-        self._known: dict[str, Outcome] = {}
+        self._outcomes: dict[str, Outcome] = {}
         self._order = list(range(len(shadow.batches)))
 
     @property
     def count(self) -> int:
         """How many policies were tried."""
-        return len(self._known)
+        return len(self._outcomes)
 
     def outcome(self, policy: Policy) -> Outcome:
         """Run every step under a policy; each policy once.
@@ -468,9 +470,9 @@ class Trials:
             MezzoError: The device cannot do what the policy asks for.
         """
         key = str(policy)
-        if key not in self._known:
-            self._known[key] = self._run(policy)
-        return self._known[key]
+        if key not in self._outcomes:
+            self._outcomes[key] = self._run(policy)
+        return self._outcomes[key]
 
     def _run(self, policy: Policy) -> Outcome:
         """Run the steps until all can do with one loss scale: first each may raise it, and then only lower it."""
@@ -502,12 +504,12 @@ class Trials:
         if not isinstance(outcome, Exception):
             return outcome
         self.shadow.forward(Policy.O0(), step).gradients(1.0)
-        return _lost(step, scale, failure_text(outcome)), {}
+        return _failed_outcome(step, scale, failure_text(outcome)), {}
 
     def _step(self, policy: Policy, step: int, scale: float, may_rise: bool) -> tuple[Outcome, Gradients]:
         run = self.shadow.forward(policy, step)
         if not math.isfinite(run.loss.item()):
-            return _lost(step, scale), {}
+            return _failed_outcome(step, scale), {}
         low_loss = run.loss.dtype == torch.float16
         reference, judged = self.shadow.gradients[step], self.shadow.judged[step]
 
@@ -538,5 +540,5 @@ class Trials:
         return at(highest) if roomy[0].is_fault else roomy
 
 
-def _lost(step: int, scale: float, note: str = "") -> Outcome:
+def _failed_outcome(step: int, scale: float, note: str = "") -> Outcome:
     return Outcome(sqnr_db=-math.inf, tensor="loss", step=step + 1, loss_scale=scale, note=note)

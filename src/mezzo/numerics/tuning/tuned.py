@@ -106,8 +106,8 @@ class Tuned:
         lines.append(("worst", f"{own.result}{before}"))
         if "found" in own.saved_bytes:
             chosen, *rest = (f"{name} {byte_text(count)}" for name, count in own.saved_bytes.items())
-            beside = f" ({', '.join(rest)})" if rest else ""
-            lines.append(("bytes", f"{chosen.removeprefix('found ')} kept for the backward pass{beside}"))
+            comparison = f" ({', '.join(rest)})" if rest else ""
+            lines.append(("bytes", f"{chosen.removeprefix('found ')} kept for the backward pass{comparison}"))
         if own.unjudged:
             unjudged = f"nothing is judged by {some_of(own.unjudged, 5)}: zero, or even in FP32 rounding noise"
             lines.append(("unsure", unjudged))

@@ -195,7 +195,7 @@ def _resolve(name: str, in_place: bool, treatment: str) -> str:
         raise PolicyError(
             f"{name!r} is the in-place form of an op" if instead else f"the in-place op {name!r} is never cast",
             why=f"a rule on {instead} holds for it too" if instead else "what it writes to keeps its dtype",
-            write=_written(instead, treatment) if instead else "",
+            write=_rule_text(instead, treatment) if instead else "",
         )
     if (known_op := _known_as(bare)) is not None:
         return known_op
@@ -206,19 +206,19 @@ def _resolve(name: str, in_place: bool, treatment: str) -> str:
             write='a rule on its path in the model: policy.keep_fp32(modules=["head"]), the text fp32_module=head',
         )
     nearest_op = _near(bare)
-    written = [_written(nearest_op, treatment)] if nearest_op else []
+    cures = [_rule_text(nearest_op, treatment)] if nearest_op else []
     if treatment in ("low", "fp32"):
         low_rule = f'policy.evolve(rules=[Rule("low", module="{bare}"), *policy.rules])'
         rule = f'policy.keep_fp32(modules=["{bare}"])' if treatment == "fp32" else low_rule
-        written.append(f"for a module {rule}, the text {treatment}_module={bare}")
+        cures.append(f"for a module {rule}, the text {treatment}_module={bare}")
     raise PolicyError(
         f"unknown op {name!r}",
         why=(f"did you mean {nearest_op!r}? " if nearest_op else "") + "neither the op table nor torch has it",
-        write=";\n".join(written) or "the name of a function in torch, torch.nn.functional or torch.Tensor",
+        write=";\n".join(cures) or "the name of a function in torch, torch.nn.functional or torch.Tensor",
     )
 
 
-def _written(op: str, treatment: str) -> str:
+def _rule_text(op: str, treatment: str) -> str:
     """Write a rule on an op in both spellings; the op's name where no rule is asked about."""
     return f'policy.{treatment}("{op}"), the text {treatment}={op}' if treatment else repr(op)
 

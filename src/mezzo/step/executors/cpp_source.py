@@ -18,7 +18,7 @@ from mezzo.emit.cpp import CPP as NUMBERS
 from mezzo.emit.cpp import headers
 from mezzo.emit.tracing import Dialect, Line, Of
 from mezzo.emit.vectors import VECTORS
-from mezzo.step.executors.source import ORDER, written
+from mezzo.step.executors.source import ORDER, spelled_update
 from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage, nearest
 from mezzo.step.update import UpdateRule
@@ -162,7 +162,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     Raises:
         NoKernel: The rule or the storage uses an operation that is not in the table.
     """
-    names, stored, step = written(rule, storage, dtypes, CPP)
+    names, stored, step = spelled_update(rule, storage, dtypes, CPP)
     tensors = list(zip(names, dtypes, strict=True))
     pointers = [f"{'' if name in stored else 'const '}{_IN_MEMORY[dtype]}*" for name, dtype in tensors]
     addresses = ["addresses[tensor]", *(f"row[{column}]" for column in range(1, len(names)))]
@@ -226,7 +226,7 @@ def _loops(lines: Sequence[Line]) -> str:
         if line.name in read
     ]
     arrays += [f"alignas(64) int32_t lanes_{line.name}[W * {ROW // GROUP}];" for line in largest]
-    return _lines(8, *arrays, *(loop.written(computed, read) for loop in loops))
+    return _lines(8, *arrays, *(loop.text(computed, read) for loop in loops))
 
 
 #: The types of the values of vectors in an array.
@@ -264,7 +264,7 @@ class _Loop:
         again = self.again(computed)
         return [line for line in self.inputs(computed) if line not in again]
 
-    def written(self, computed: Sequence[Line], read: Collection[str]) -> str:
+    def text(self, computed: Sequence[Line], read: Collection[str]) -> str:
         """Write the loop.
 
         Args:

@@ -23,7 +23,7 @@ def update_name(rule: UpdateRule, storage: Storage) -> str:
     return "_".join((rule.name, *sorted(rule.options), storage.name))
 
 
-def written(
+def spelled_update(
     rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect
 ) -> tuple[list[str], list[str], Spelled]:
     """Write the update of one element, with a line that stores each target, but for targets that stay as they are.

@@ -71,7 +71,7 @@ def {name}({arguments}):
 """
 
 
-def written(function: Pure, constants: tuple[Hashable, ...], types: Sequence[NumberType]) -> Spelled:
+def spelled_function(function: Pure, constants: tuple[Hashable, ...], types: Sequence[NumberType]) -> Spelled:
     """Write the lines of a function of numbers, 0-d tensors, and vectors whose norm it computes.
 
     Args:
@@ -98,7 +98,7 @@ class Kernel:
     """
 
     def __init__(self, function: Pure, constants: tuple[Hashable, ...], types: Sequence[NumberType]) -> None:
-        self.function = written(function, constants, types)
+        self.function = spelled_function(function, constants, types)
         names = [str(name) for name in self.function.names]
         self.vectors = [index for index, (_, dimensions) in enumerate(types) if dimensions]
         numbers = [name for name, (_, dimensions) in zip(names, types, strict=True) if dimensions is None]

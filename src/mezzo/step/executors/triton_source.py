@@ -15,7 +15,7 @@ import torch
 
 from mezzo.emit.tracing import Dialect, Of, spelled
 from mezzo.emit.triton import TRITON as LANGUAGE
-from mezzo.step.executors.source import ORDER, update_name, written
+from mezzo.step.executors.source import ORDER, spelled_update, update_name
 from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage, key_of
 from mezzo.step.update import UpdateRule
@@ -148,7 +148,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     Raises:
         NoKernel: The rule or the storage uses an operation that is not in the table.
     """
-    names, stored, step = written(rule, storage, dtypes, TRITON)
+    names, stored, step = spelled_update(rule, storage, dtypes, TRITON)
     kernel_name = update_name(rule, storage)
     lines = [f"{number} = tl.load(scalars + {index})" for index, number in enumerate(rule.numbers)]
     touched = [(name, dtype) for name, dtype in zip(names, dtypes, strict=True) if name in step.used or name in stored]
