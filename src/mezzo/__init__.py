@@ -22,7 +22,7 @@ from mezzo.errors import (
     StateError,
     UnsupportedError,
 )
-from mezzo.policy import Decision, Policy, Rule
+from mezzo.policy import Decision, Policy, Rule, Schedule
 from mezzo.scale import LossScale
 from mezzo.session import MixedPrecision, Stats, Step, load, save
 
@@ -39,7 +39,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttachedPrecision", "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MezzoError",
     "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed",
-    "StateError", "Stats", "Step", "UnsupportedError", "__version__", "attach", "autocast", "capture",
+    "Schedule", "StateError", "Stats", "Step", "UnsupportedError", "__version__", "attach", "autocast", "capture",
     "checkpoint_contexts", "compile_backend", "explain", "formats", "fp32", "fully_shard", "linear_cross_entropy",
     "load", "low", "numerics", "optim", "overflow", "plan", "prepare", "save",
 ]  # fmt: skip
