@@ -21,7 +21,7 @@ from mezzo.numerics.evidence import RecordedModule, kind_of
 from mezzo.numerics.histogram import standing_alone
 from mezzo.policy.rules import as_named, lies_in
 from mezzo.scale.state import inverse
-from mezzo.sharded import units
+from mezzo.sharded import is_distributed
 from mezzo.tensors import dtype_name
 
 WHY_UNSEEN: Final = "compiled code does not call the modules, and keeps few of the tensors between them"
@@ -135,7 +135,7 @@ class Subject:
 
     def group(self) -> Any:
         """Return the ranks that a wrapped or sharded model is trained on; ``None`` for any other model."""
-        if isinstance(self.model, DistributedDataParallel) or units(self.model):
+        if isinstance(self.model, DistributedDataParallel) or any(map(is_distributed, self.model.parameters())):
             return Ranks.of().group if Ranks.of().size > 1 else None
         return None
 
