@@ -312,7 +312,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "numbers": suite.numbers,
             "without": suite.without,
         },
-        "docs/memory.md": {"memory": kept, "saved": saved, "moments": moments},
+        "docs/memory.md": {"memory": kept, "losses": losses, "saved": saved, "moments": moments},
         "docs/rollouts.md": {"rollouts": rollouts},
         "docs/policy.md": {
             "fields": vocabulary.policy_fields,

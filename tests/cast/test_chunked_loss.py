@@ -18,7 +18,7 @@ import mezzo
 from mezzo.dispatch import is_transformed
 
 POLICIES = ("O0", "O1,bf16,emulate=true", "O1,fp16,emulate=true", "O2,bf16,emulate=true", "O2,fp16,emulate=true")
-#: torch's own function, and what makes it use chunks: since 2.12.
+#: torch's own function, and what makes it use chunks; older releases have neither.
 TORCHS = getattr(functional, "linear_cross_entropy", None)
 OPTIONS = getattr(nn, "LinearCrossEntropyOptions", None)
 has_torchs = pytest.mark.skipif(TORCHS is None or OPTIONS is None, reason="this torch has no linear_cross_entropy")
