@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 from ..script.conftest import SCRIPTS
 
@@ -111,3 +112,16 @@ def test_each_step_is_a_line_of_metrics(mezzo, tmp_path):
     lines = list(map(json.loads, (tmp_path / "found" / "metrics.jsonl").read_text().splitlines()))
     assert [step["step"] for step in lines] == [1, 2, 3, 4, 5]
     assert all(step["loss"] > 0 and step["grad_norm"] > 0 and step["ms"] > 0 for step in lines)
+
+
+def test_a_schedule_is_in_the_report_and_a_dry_step_explains_each_part(mezzo):
+    schedule = "O1,bf16,fp32=softmax@0; bf16@2"
+    code, _, err = mezzo("run", "--policy", schedule, "--steps", "3", "--out", "run", SCRIPTS / "plain.py")
+    assert code == 0
+    assert "under O1,dtype=bfloat16,fp32=softmax@0; O1,dtype=bfloat16@2: " in err.splitlines()[0]
+    assert "  changed      to O1,dtype=bfloat16 after 2 steps\n" in err
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["changes"], summary["refusals"], summary["exit_code"]) == ([[2, "O1,dtype=bfloat16"]], 0, 0)
+    code, out, _ = mezzo("run", "--dry", "--policy", schedule, SCRIPTS / "plain.py")
+    assert (code, out.count("O1,dtype=bfloat16,fp32=softmax")) == (0, 1)
+    assert out.count("O1,dtype=bfloat16") >= 2

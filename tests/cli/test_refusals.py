@@ -21,6 +21,8 @@ ROWS = [
         ((verb, "-m", "absent.module"), "there is no module 'absent.module'"),
         ((verb, "--policy", "O9", PLAIN), "unknown level 'O9'"),
         ((verb, "--steps", "0", PLAIN), "--steps"),
+        ((verb, "--policy", "bf16@0; O9@5", PLAIN),
+         "unknown level 'O9'" if verb == "run" else "no schedule" if verb == "compare" else "is a schedule\n"),
         ((verb, "--jsno", PLAIN), "--jsno"),
         ((verb,), "Missing argument"),
     )),

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mezzo.errors import NumericsError
+from mezzo.errors import NumericsError, PolicyError
 from mezzo.tensors import tensors
 
 from ..support.products import Products
 from .programs import CASES, OPTIMIZERS, assert_alike, batches, dataset, ends, flat, loss_of, net, overflow
 
 L = pytest.importorskip("lightning", reason="needs lightning")
-from mezzo.integrations.lightning import MezzoPrecision  # noqa: E402
+from mezzo.integrations.lightning import ChangePolicy, MezzoPrecision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
@@ -453,3 +453,59 @@ def test_metrics_are_attributes_as_in_any_module(policy, optimizer):
     module, _ = fitted(policy, Measured(optimizer), epochs=2)
     assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=0.02)
     assert module.kept == pytest.approx(plain.kept, rel=0.05)
+
+
+SCHEDULE = "O1,bf16@0; O2,fp16@8"
+
+
+def test_a_schedule_changes_the_policy_and_resumes_in_the_part_of_its_checkpoint(tmp_path):
+    """Against runs of one policy, each from the other's checkpoint; with a skipped step in each part."""
+
+    def saves(run, module):
+        run.save_checkpoint(tmp_path / f"{run.current_epoch}.ckpt")
+
+    def under(*callbacks, **options):
+        return fitted(MezzoPrecision(), Module(overflow_at=[1]), callbacks=[*callbacks], **options)[0]
+
+    straight = under(ChangePolicy(SCHEDULE), Callback(on_train_epoch_end=saves), epochs=3)
+    first, run = fitted("O1,bf16", Module(overflow_at=[1]))
+    run.save_checkpoint(tmp_path / "first.ckpt")
+    second, _ = fitted("O2,fp16", Module(overflow_at=[1]), epochs=3, ckpt_path=tmp_path / "first.ckpt")
+    assert straight.losses == first.losses + second.losses
+    scales = [logged["mezzo/scale"] for logged in straight.logged]
+    assert scales == [1.0] * 7 + [65536.0] * 2 + [32768.0] * 8 + [16384.0] * 7
+    assert all(map(torch.equal, straight.whole(), second.whole()))
+    for epoch in range(2):  # a state that was saved as the second part began, and one from within
+        resumed = under(ChangePolicy(SCHEDULE), epochs=3, ckpt_path=tmp_path / f"{epoch}.ckpt")
+        assert resumed.losses == straight.losses[8 * (epoch + 1) :]
+        assert all(map(torch.equal, straight.whole(), resumed.whole()))
+
+
+class StepsInside(Module):
+    """Steps inside of ``training_step``, where no policy can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.policies = False, []
+
+    def training_step(self, batch, batch_idx):
+        self.policies.append(str(self.trainer.precision_plugin.policy))
+        self.optimizers().zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+def test_a_schedule_of_steps_inside_of_training_step():
+    plugin = MezzoPrecision("O3,bf16")
+    module, _ = fitted(plugin, StepsInside(), callbacks=[ChangePolicy("O1,bf16@0; O2,bf16@3")], limit_train_batches=5)
+    assert module.policies == ["O1,dtype=bfloat16"] * 3 + ["O2,dtype=bfloat16"] * 2
+    module, _ = fitted(plugin, StepsInside(), limit_train_batches=5)  # another run with the plugin has no schedule
+    assert module.policies == ["O2,dtype=bfloat16"] * 5
+
+
+def test_a_schedule_without_the_plugin_is_refused():
+    for value in ("O1,bf16; O2,fp16", 5):
+        with pytest.raises(PolicyError):
+            ChangePolicy(value)
+    with pytest.raises(PolicyError, match="the Trainer's precision is Precision"):
+        fitted(None, callbacks=[ChangePolicy(SCHEDULE)])

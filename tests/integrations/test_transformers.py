@@ -232,3 +232,26 @@ def test_a_class_of_ones_own(hf, made):
     assert isinstance(plugged, Own)
     assert type(plugged).__name__ == "MezzoOwn"
     assert logged(plugged, "loss") == pytest.approx(logged(plain, "loss"), rel=0.02)
+
+
+def test_a_schedule_changes_the_policy_and_resumes_in_the_part_of_its_checkpoint(hf, made):
+    """Against runs of one policy, the second from the first one's checkpoint; the last step before it is skipped."""
+    options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+
+    def trained(policy, at, checkpoint=None, **more):
+        trainer = hf.plug(made(overflow_at=at, **options | more), policy)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer, [*trainer.model.state_dict().values()]
+
+    scheduled, values = trained("O1,bf16@0; O2,fp16@3", [4, 8])
+    path = Path(scheduled.args.output_dir)
+    assert str(scheduled.policy) == "O2,dtype=float16"
+    assert logged(scheduled, "mezzo/scale") == [1.0] * 2 + [65536.0] * 2 + [32768.0] * 5
+    _, resumed = trained("O1,bf16@0; O2,fp16@3", [], str(path / "checkpoint-6"))
+    assert all(map(torch.equal, values, resumed))
+    trained("O1,bf16", [4], output_dir=str(path / "one"))
+    _, second = trained("O2,fp16", [2], str(path / "one" / "checkpoint-3"))
+    assert all(map(torch.equal, values, second))
+    scheduled.evaluate()
+    scheduled.train()  # anew, with its first part
+    assert logged(scheduled, "mezzo/scale")[-9:-6] == [1.0] * 2 + [65536.0]

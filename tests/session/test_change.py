@@ -279,7 +279,7 @@ def train_by_calls(model, made, forward, loss):
 
 @pytest.mark.parametrize("levels", [("O1", "O2"), ("O2", "O3"), ("O3", "O1")], ids="-".join)
 def test_an_overflow_after_a_change_is_located_as_in_a_fresh_session(levels):
-    def said(*policies):
+    def text_of_overflow(*policies):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         with torch.no_grad():
             for param in model.parameters():
@@ -297,7 +297,7 @@ def test_an_overflow_after_a_change_is_located_as_in_a_fresh_session(levels):
         return str(step.overflow)
 
     policies = [f"{level},bf16,emulate=true" for level in levels]
-    assert said(*policies) == said(policies[1]) != "None"
+    assert text_of_overflow(*policies) == text_of_overflow(policies[1]) != "None"
 
 
 def test_scales_of_inner_gradients_and_a_grad_scaler_go_on():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,6 +34,7 @@ from mezzo.cli.explain import explain_script
 from mezzo.errors import PolicyError, printable
 from mezzo.files import save_json
 from mezzo.policy import Policy
+from mezzo.policy.fields import is_schedule
 from mezzo.policy.rules import separated
 from mezzo.report.verdict import number, short
 from mezzo.script.comparison import (
@@ -167,6 +167,13 @@ def _texts(policies: str | None, ablate: bool) -> list[str]:
         texts = [text for entry in separated(policies, ";") if (text := entry.strip())]
     listed = set[str]()
     for text in texts:
-        with contextlib.suppress(PolicyError):  # which is refused later, with all others
+        try:
             listed.add(str(Policy.of(text)))
+        except PolicyError:  # which is refused later, with all others
+            if policies is not None and is_schedule(policies):
+                raise PolicyError(
+                    f"mezzo compare takes no schedule: {policies!r}",
+                    why="each of its runs has one policy, for all steps",
+                    write="policies without steps; or mezzo run, which takes the schedule",
+                ) from None
     return texts + [text for text in ablations() if ablate and str(Policy.of(text)) not in listed]

@@ -20,7 +20,6 @@ from mezzo.cli.app import (
     OnScript,
     Out,
     Overwrite,
-    PolicyText,
     Steps,
     Words,
     app,
@@ -35,6 +34,7 @@ from mezzo.cli.app import (
 from mezzo.cli.explain import explain_script
 from mezzo.errors import printable
 from mezzo.files import save_json
+from mezzo.policy import Schedule
 from mezzo.script.operand_records import OperandLog
 from mezzo.script.program import METRICS, StepRecord
 
@@ -43,7 +43,14 @@ from mezzo.script.program import METRICS, StepRecord
 def run(
     words: Words,
     is_module: IsModule = False,
-    policy: PolicyText = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            help="A policy's text, or the path of a policy file; or several, each with the step that it begins at; "
+            "O1 in the format for this machine when omitted.",
+            show_default=False,
+        ),
+    ] = None,
     steps: Steps = None,
     max_grad_norm: Annotated[
         float | None, typer.Option(metavar="NORM", help="Clip the gradients of a step together.", show_default=False)
@@ -63,6 +70,8 @@ def run(
 
     [bold]mezzo run --policy O2,bf16 train.py[/bold]
 
+    [bold]mezzo run --policy "fp8_module=*@0; O1,bf16@900" train.py[/bold]  FP8, and BF16 after 900 steps
+
     [bold]mezzo run -m package.train --epochs 3[/bold]              a module, as python -m
 
     [bold]mezzo run --dry train.py[/bold]                           what would run low, and why
@@ -75,12 +84,13 @@ def run(
     Ends with a report on stderr: how much of the work of matrix products ran low, measured in the first steps; steps,
     skipped ones, loss scale; what was intercepted, what was left alone and why. --out holds it as summary.json, and
     loss, scale, norm and time of each step as metrics.jsonl. The exit code is the script's; where that is 0, 4 if the
-    policy asks for low precision and nothing ran low, or more than half of the steps were skipped.
+    policy asks for low precision and nothing ran low, more than half of the steps were skipped, or a part of a schedule
+    was refused.
     """
     program = program_of(words, is_module)
-    chosen = usual_policy(policy)
+    chosen = Schedule.of(usual_policy(None) if policy is None else policy)
     if dry:
-        explain_script(program, chosen, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
+        explain_script(program, chosen.policies, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
     is_first = os.environ.get("RANK", "0") == "0"
     with contextlib.ExitStack() as stack:
         metrics_file = None
@@ -95,7 +105,7 @@ def run(
 
         stack.enter_context(contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext())
         stack.enter_context(closing_open_line())
-        operands = OperandLog(chosen)
+        operands = OperandLog(*chosen.policies)
         result = script.run(
             program,
             chosen,

@@ -202,6 +202,7 @@ class AcceleratedPrecision(AttachedPrecision):
                 optimizer.step()
             finally:
                 self._is_telling = False
+        self.keep_to_schedule()
 
 
 class _AcceleratorsScaler(SessionScaler):

@@ -15,10 +15,10 @@ from torch.optim import LBFGS, Optimizer
 from mezzo.cast import Prepared, autocast, prepare
 from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
-from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
+from mezzo.errors import PolicyError, StateError, UnsupportedError, raise_together, require_extra
 from mezzo.interrupts import uninterrupted
 from mezzo.patches import Binding
-from mezzo.policy import Policy, PolicyLike
+from mezzo.policy import Policy, PolicyLike, Schedule, ScheduleLike
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
 from mezzo.session.refusals import Reaction, wrong_options
@@ -32,11 +32,11 @@ require_extra("lightning", "the precision plugin for Lightning needs lightning",
 
 from lightning.fabric.strategies.dp import DataParallelStrategy  # noqa: E402
 from lightning.fabric.strategies.strategy import Strategy  # noqa: E402
-from lightning.pytorch import LightningModule  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-__all__ = ["MezzoPrecision"]
+__all__ = ["ChangePolicy", "MezzoPrecision"]
 
 
 class _TrainersSession(AttachedPrecision):
@@ -108,6 +108,7 @@ class MezzoPrecision(Precision):
         self._undo = ExitStack()
         self._saved: dict[str, Any] = {}
         self._num_skipped: Tensor | None = None
+        self._schedule: Schedule | None = None
 
     # Models and optimizers ------------------------------------------------------------------------------
 
@@ -158,7 +159,15 @@ class MezzoPrecision(Precision):
 
     def _begin(self, session_class: type[AttachedPrecision], optimizers: list[Optimizer]) -> None:
         self.session = session_class(list(self._converted), optimizers, self.policy, **self._options)
+        if self._schedule is not None:
+            self.session.carry_out(self._schedule, self.change)
         self._num_skipped = None
+
+    def begin_schedule(self, schedule: Schedule) -> None:
+        """Set the policies of the next run by its steps, before models are converted: for :class:`ChangePolicy`."""
+        self._schedule = schedule
+        if self.is_closed:
+            self.policy = schedule.at(0)
 
     def change(self, policy: PolicyLike) -> None:
         """Change the policy, between two steps: see :meth:`mezzo.MixedPrecision.change`.
@@ -186,7 +195,7 @@ class MezzoPrecision(Precision):
         for prepared in self._converted.values():
             prepared.remove()
         widen_states(stepped)
-        self.session, self._converted = None, {}
+        self.session, self._converted, self._schedule = None, {}, None
 
     # A step ---------------------------------------------------------------------------------------------
 
@@ -287,6 +296,50 @@ class MezzoPrecision(Precision):
         """Load the session's state of a checkpoint of the Trainer's."""
         if self.session is not None and state_dict:
             self.session.load_state_dict(state_dict)
+
+
+class ChangePolicy(Callback):
+    """Change the policy in a run of the Trainer: ``Trainer(plugins=[MezzoPrecision()], callbacks=[ChangePolicy(…)])``.
+
+    The plugin begins with the schedule's first part, whatever policy it was given. A part begins between two steps of
+    the optimizers; while gradients accumulate for another optimizer it waits. A run that resumes goes on in the part of
+    its checkpoint, bit for bit.
+
+    Args:
+        schedule: A :class:`mezzo.Schedule`, or its text. It counts steps as ``trainer.global_step`` does, skipped ones
+            included.
+
+    Raises:
+        PolicyError: No schedule; or, where a run begins, a Trainer without :class:`MezzoPrecision`.
+        MezzoError: As :meth:`mezzo.MixedPrecision.change`, from the step before. The part before is in force.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from mezzo.integrations.lightning import ChangePolicy, MezzoPrecision
+        >>> heal = ChangePolicy("bf16,nvfp4_module=*@0; bf16@900")
+        >>> trainer = Trainer(plugins=[MezzoPrecision()], callbacks=[heal], accelerator="cpu", logger=False)
+    """
+
+    def __init__(self, schedule: ScheduleLike) -> None:
+        self.schedule = Schedule.of(schedule)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin with the first part, before the module is converted."""
+        plugin = trainer.precision_plugin
+        if not isinstance(plugin, MezzoPrecision):
+            raise PolicyError(
+                f"the Trainer's precision is {type(plugin).__name__}",
+                why="ChangePolicy changes the policy of MezzoPrecision",
+                write="Trainer(plugins=[MezzoPrecision()], callbacks=[ChangePolicy(schedule)])",
+            )
+        if stage == TrainerFn.FITTING:
+            plugin.begin_schedule(self.schedule)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a part for which the last step was no time, as inside ``training_step`` with manual optimization."""
+        session = trainer.precision_plugin.session  # type: ignore[attr-defined]
+        if session is not None:
+            session.keep_to_schedule()
 
 
 def _is_the_trainers(module: Any) -> bool:

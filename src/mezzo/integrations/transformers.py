@@ -9,7 +9,7 @@ import torch
 from mezzo.cast import prepare
 from mezzo.cast.device import usual_policy
 from mezzo.errors import PolicyError, UnsupportedError, raise_together, require_extra, shown
-from mezzo.policy import Policy, PolicyLike
+from mezzo.policy import Policy, Schedule, ScheduleLike
 from mezzo.session.calls import Calls
 from mezzo.session.refusals import Reaction, wrong_options
 
@@ -31,7 +31,7 @@ __all__ = ["plug"]
 
 def plug(
     trainer: T,
-    policy: PolicyLike | None = None,
+    policy: ScheduleLike | None = None,
     *,
     on_overflow: Reaction = "skip",
 ) -> T:
@@ -49,7 +49,9 @@ def plug(
 
     Args:
         trainer: The Trainer, of whatever class; it becomes one of a class that derives from its own.
-        policy: A policy, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted.
+        policy: A policy, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted. Or a
+            :class:`mezzo.Schedule` or its text, which counts steps as ``global_step`` does: ``train()`` begins with its
+            first part, and what comes after it runs under its last.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:
@@ -71,7 +73,7 @@ def plug(
         raise PolicyError(f"the trainer {problem}", write="plug(Trainer(model, args, …), policy), once")
     plugged: Any = trainer
     args = plugged.args
-    policy = usual_policy({args.device.type}) if policy is None else Policy.of(policy)
+    schedule = Schedule.of(usual_policy({args.device.type}) if policy is None else policy)
     raise_together(wrong_options(on_overflow=on_overflow))
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
@@ -91,7 +93,7 @@ def plug(
     plugged.__class__ = type(
         f"Mezzo{trainer_class.__name__}", (_Plugged, trainer_class), {"__module__": trainer_class.__module__}
     )
-    plugged.policy, plugged._on_overflow = policy, on_overflow
+    plugged.policy, plugged._schedule, plugged._on_overflow = schedule.at(0), schedule, on_overflow
     return trainer
 
 
@@ -99,13 +101,14 @@ class _Plugged(_Trainer):
     """What a Trainer is once it is plugged in, before its own class in the order of methods.
 
     Attributes:
-        policy: The policy.
+        policy: The policy now.
         session: The session while it trains; ``None`` at other times.
     """
 
     policy: Policy
     session: AcceleratedPrecision | None = None
     model: Any
+    _schedule: Schedule
     _on_overflow: Any
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,9 +118,16 @@ class _Plugged(_Trainer):
             self.session.close()
         if isinstance(optimizer, AcceleratedOptimizer):  # of a run before
             optimizer = optimizer.optimizer
+        self.policy = self._schedule.at(0)
         self.session = attach(self.accelerator, self.model, optimizer, self.policy, on_overflow=self._on_overflow)
+        self.session.carry_out(self._schedule, self._change)
         self.optimizer = optimizer
         return optimizer
+
+    def _change(self, policy: Policy) -> None:
+        if self.session is not None:
+            self.session.change(policy)
+            self.policy = policy
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; see ``Trainer.train``. Afterwards the model is FP32."""

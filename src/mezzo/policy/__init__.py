@@ -8,5 +8,8 @@ from mezzo.policy.fields import LEVELS
 from mezzo.policy.ops import OPS, Op, Treatment
 from mezzo.policy.policy import Policy, PolicyLike
 from mezzo.policy.rules import Decision, Rule
+from mezzo.policy.schedule import Schedule, ScheduleLike
 
-__all__ = ["LEVELS", "OPS", "Decision", "Op", "Policy", "PolicyLike", "Rule", "Treatment"]
+__all__ = [
+    "LEVELS", "OPS", "Decision", "Op", "Policy", "PolicyLike", "Rule", "Schedule", "ScheduleLike", "Treatment",
+]  # fmt: skip

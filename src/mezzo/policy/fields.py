@@ -306,6 +306,8 @@ _MOST_BYTES: Final = 1_000_000
 _LINE_END: Final = "(?:\r\n|\r|\n)"
 #: Spaces that do not count: those around what separates words.
 _AROUND: Final = re.compile(r"\s*([,=+*()])\s*")
+#: The end of a part of a schedule's text: how many steps there are before it.
+STEP: Final = re.compile(r"(.*)@\s*(\d{1,18})\s*", re.DOTALL | re.ASCII)
 #: What only policy files of releases that wrote TOML have.
 _TOML: Final = re.compile(r"^\s*(version\s*=|level\s*=\s*[\"']|\[)", re.MULTILINE)
 
@@ -313,6 +315,17 @@ _TOML: Final = re.compile(r"^\s*(version\s*=|level\s*=\s*[\"']|\[)", re.MULTILIN
 def is_opening(word: str) -> bool:
     """Whether a policy's text may begin with a word: a level, a dtype, or one of Lightning's."""
     return _bare(word) in OPENINGS
+
+
+def parts_of(text: str) -> list[str]:
+    """Return the parts that a text has, with semicolons between."""
+    return [part for entry in separated(text, ";") if (part := entry.strip())]
+
+
+def is_schedule(text: str) -> bool:
+    """Whether a text is a schedule's, where it is no policy's: several parts, and one of them says its step."""
+    parts = parts_of(text)
+    return len(parts) > 1 and any(map(STEP.fullmatch, parts))
 
 
 def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
@@ -359,6 +372,12 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
             problems.append(PolicyError(f"line {line}: {problem}") if has_lines else problem)
     if not level and not problems:
         problems.append(_wrong_level(""))
+    if problems and is_schedule(text):
+        raise PolicyError(
+            f"{subject} is a schedule",
+            why="one policy is asked for here, for all steps",
+            write="one of its parts, without its step; mezzo run takes the whole, and mezzo.Schedule.of(text)",
+        )
     if problems:
         raise PolicyError(f"{subject}: {PolicyError.together(problems)}")
     return level, {**field_texts, "rules": tuple(rules)}

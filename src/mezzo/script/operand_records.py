@@ -19,16 +19,16 @@ EVERY: Final = 50
 
 
 class OperandLog:
-    """A recording of runs whose policy has products below sixteen bits; of other runs nothing is recorded.
+    """A recording of runs in which a policy has products below sixteen bits; of other runs nothing is recorded.
 
     Args:
-        policy: The policy.
+        policies: The policies of the runs.
 
     **Cost**: in each 50th step that of a :class:`mezzo.numerics.Recorder` of operands and weight gradients.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._is_asked = any(rule.treatment in QUANTISED for rule in policy.rules)
+    def __init__(self, *policies: Policy) -> None:
+        self._is_asked = any(rule.treatment in QUANTISED for policy in policies for rule in policy.rules)
         self._recorders: list[Recorder] = []
 
     @contextmanager

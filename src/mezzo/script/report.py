@@ -18,7 +18,7 @@ from mezzo.dispatch import dispatch_modes
 from mezzo.explanation.low_numbers import has_too_many_positions, num_integers
 from mezzo.explanation.rows import counted, format_text, scale_text, share_text
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
-from mezzo.policy import Policy
+from mezzo.policy import Policy, Schedule
 from mezzo.script.program import Enough, StepRecord
 from mezzo.session import Stats, Step
 from mezzo.session.observers import Watched
@@ -57,7 +57,8 @@ class ScriptReport:
 
     Attributes:
         program: The script's path, or the module's name.
-        policy: The policy.
+        policy: The policy, or the schedule.
+        changes: Where it is a schedule: after how many steps each of its parts was begun, and the part.
         models: The models whose forward passes ran under it.
         optimizers: The optimizers whose steps were checked.
         steps: How many steps there were, skipped ones included.
@@ -72,6 +73,7 @@ class ScriptReport:
         positions: Where more positions were made in a low format than it has integers, in these steps, and how many.
         intercepted: What of the script's was carried out otherwise, and how often.
         left_alone: What was not, and why.
+        refusals: How many parts of the schedule were not begun.
         why_not: Why nothing was to train under the policy, and what to do; empty where something was.
         state_bytes: Weights, gradients, low halves and optimizer state in the second step or the first later one that
             updated something, where ``on_step`` reads them.
@@ -81,6 +83,7 @@ class ScriptReport:
 
     program: str
     policy: str
+    changes: list[tuple[int, str]] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
     steps: int = 0
@@ -94,10 +97,20 @@ class ScriptReport:
     positions: dict[str, str] = field(default_factory=dict)
     intercepted: Counter[str] = field(default_factory=Counter)
     left_alone: dict[str, str] = field(default_factory=dict)
+    refusals: int = 0
     why_not: tuple[str, ...] = NO_OPTIMIZER
     state_bytes: StateBytes | None = None
     saved_bytes: int | None = None
     peak_bytes: int | None = None
+
+    def changed(self, steps: int, policy: Policy) -> None:
+        """Record that a part of the schedule was begun, after so many steps."""
+        self.changes.append((steps, str(policy)))
+
+    def refused(self, steps: int, policy: Policy, why: str) -> None:
+        """Record that a part of the schedule was not begun, after so many steps, and why."""
+        self.left_alone[f"{policy} from step {steps + 1} on"] = why
+        self.refusals += 1
 
     def ended(self, stats: Stats) -> None:
         """Record the loss scales of a session that ends."""
@@ -115,6 +128,8 @@ class ScriptReport:
             return NOT_STEPPED[0]
         if 2 * self.skipped > self.steps:
             return f"{self.skipped} of {self.steps} steps were skipped"
+        if self.refusals:
+            return f"{counted(self.refusals, 'part')} of the schedule was refused"
         return ""
 
     @property
@@ -138,13 +153,20 @@ class ScriptReport:
 
     @property
     def _asks_for_low(self) -> bool:
-        policy = Policy.parse(self.policy)
+        policy = self._first
         return policy.casts or policy.param_dtype in LOW
+
+    @property
+    def _first(self) -> Policy:
+        """The policy that the run began with, in whose steps products were counted."""
+        return Schedule.of(self.policy).at(0)
 
     def _lines(self) -> Iterator[str]:
         yield f"mezzo run {self.program} under {self.policy}: {self._answer()}"
         if self._reason:
             yield f"  write        {self._reason[1]}"
+        for number, (steps, policy) in enumerate(self.changes):
+            yield f"  {'' if number else 'changed':<11}  to {policy} after {counted(steps, 'step')}"
         if self.steps:
             hint = "; docs/nan.md says how to find out why" if self.skipped > _MANY * self.steps else ""
             yield f"  steps        {self.steps}, {self.skipped or 'none'} skipped{hint}"
@@ -166,8 +188,9 @@ class ScriptReport:
 
     def _answer(self) -> str:
         alarm = f"; {self.alarm}" if self.alarm else ""
+        until = f" until step {self.changes[0][0]}" if self.changes else ""
         if not self._asks_for_low:
-            return f"all of it is FP32, as {self.policy} says{alarm}"
+            return f"all of it is FP32, as {self._first} says{until}{alarm}"
         if self._reason or not self.flops:
             return self.alarm
         share = share_text(round(self.low_share * self._flops), self._flops)

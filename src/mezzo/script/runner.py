@@ -26,14 +26,16 @@ from mezzo.cast.model.checks import preparations_in
 from mezzo.compiling import INSIDE, is_scripted
 from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
 from mezzo.explanation.rows import counted
-from mezzo.policy import Policy
+from mezzo.policy import Policy, Schedule, ScheduleLike
 from mezzo.script.program import Enough, Program, Seams, StepRecord, is_script, own_traceback
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport, StepLog
 from mezzo.session.attach import CARRIED, AttachedPrecision, attach
 from mezzo.session.calls import methods_of
 from mezzo.session.closures import closure_of
+from mezzo.session.engine import Engine
 from mezzo.session.refusals import wrong_options
 from mezzo.session.session import engine_of
+from mezzo.session.state_tree import steps_of
 from mezzo.session.stats import Stats
 from mezzo.tensors import LOW, tensors
 
@@ -55,7 +57,7 @@ class Gathering:
 
     Args:
         attach: Starts a session over models and optimizers, under a policy.
-        policy: The policy.
+        schedule: The policies, by steps of all sessions together.
         report: Gets what was intercepted and what was left alone.
         ended: Called with the numbers of each session that ends.
         seams: Replaces names of torch.
@@ -65,10 +67,11 @@ class Gathering:
     """
 
     def __init__(
-        self, attach: Attach, policy: Policy, report: ScriptReport, ended: Callable[[Stats], None], seams: Seams
+        self, attach: Attach, schedule: Schedule, report: ScriptReport, ended: Callable[[Stats], None], seams: Seams
     ) -> None:
         self.amp: AttachedPrecision | None = None
-        self._attach, self._policy, self._report, self._ended = attach, policy, report, ended
+        self._attach, self._schedule, self._report, self._ended = attach, schedule, report, ended
+        self._policy = schedule.at(0)  # of the next session, or of this one
         self._members: list[Optimizer] = []
         self._params: dict[int, nn.Parameter] = {}  # of the session's models, by id
         self._ended_members: list[weakref.ref[Optimizer]] = []  # optimizers of the session that has ended
@@ -81,6 +84,7 @@ class Gathering:
             bool
         ] = []  # of the steps that run now, the innermost last: whether the session has the optimizer
         self._scale: dict[str, Any] | None = None  # the loss scale of the session that has ended
+        self._counts: dict[str, Any] | None = None  # and its counts
         self._checkpoint_scales: list[Mapping[str, Any]] = []  # read from checkpoints, until a session starts
         self._call_seams = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
         self._watched_classes = set[type[nn.Module]]()
@@ -110,7 +114,7 @@ class Gathering:
         Args:
             state: The state of a ``GradScaler``, or what a session has an optimizer carry.
         """
-        if self._policy.loss_scale.mode == "dynamic":
+        if self._policy.loss_scale.mode == "dynamic" or steps_of(state) is not None:
             self._checkpoint_scales.append(state)
             self._load_scales()
 
@@ -129,6 +133,7 @@ class Gathering:
         if self._policy.loss_scale.mode == "dynamic":
             engine_of(amp).update()
             self._scale = engine_of(amp).scaler.state_dict()
+        self._counts = engine_of(amp).account.state_dict()
         self._ended(amp.stats())
         self._ended_members = [weakref.ref(optimizer) for optimizer in self._members]
         self.amp, self._members, self._params = None, [], {}
@@ -264,11 +269,37 @@ class Gathering:
             old, new = self._ended_members, self._waiting
             if not self._attach_all(old + new) and new:
                 self._attach_all(old)
-            if self.amp is not None and self._scale is not None and _alive(old):  # the same training goes on
-                engine_of(self.amp).scaler.load_state_dict(self._scale)
+            if self.amp is not None:
+                self._go_on(engine_of(self.amp), is_same=bool(_alive(old)))
+                self.amp.carry_out(self._schedule, self._change)
             self._load_scales()
         self._ended_members, self._waiting, self._scale = [], [], None
         self._waiting_params.clear()
+
+    def _go_on(self, engine: Engine, *, is_same: bool) -> None:
+        """Load what the session that has ended knew: its steps, and where the same training goes on all of it."""
+        if is_same and self._scale is not None:
+            engine.scaler.load_state_dict(self._scale)
+        if self._counts is not None:
+            counts = self._counts if is_same else engine.account.state_dict() | {"steps": self._counts["steps"]}
+            engine.account.load_state_dict(counts, float(engine.scaler.state.scale))
+
+    def _change(self, policy: Policy) -> None:
+        """Begin a part of the schedule; where it is refused, the script goes on under the part before."""
+        assert self.amp is not None
+        steps, errors = engine_of(self.amp).account.begun, list[str]()
+        for candidate in _alternatives(policy):
+            try:
+                self.amp.change(candidate)
+            except MezzoError as error:
+                errors.append(str(error))
+                continue
+            self._policy = policy
+            self._report.changed(steps, candidate)
+            if errors:
+                self._report.left_alone[f"weights from step {steps + 1} on, stored in FP32"] = errors[0]
+            return
+        self._report.refused(steps, policy, errors[0])
 
     def _join(self) -> bool:
         """Add the waiting optimizers to the running session; whether that was possible."""
@@ -332,8 +363,7 @@ class Gathering:
             return self._attach(models, optimizers, policy)
         except MezzoError as error:
             why = str(error)
-        if _converts(policy):
-            in_fp32 = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules)
+        for in_fp32 in _alternatives(policy)[1:]:
             if any(map(preparations_in, models)):
                 raise PolicyError(
                     f"{trained} cannot be trained under {policy}, and was wrapped for it already",
@@ -358,9 +388,31 @@ def _set_gradient(param: nn.Parameter, gradient: Tensor) -> None:
     param.grad = gradient
 
 
+def _alternatives(policy: Policy) -> list[Policy]:
+    """Return a policy, and one with weights in plain FP32 where it stores them otherwise."""
+    in_fp32 = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules) if _converts(policy) else None
+    return [policy] if in_fp32 is None else [policy, in_fp32]
+
+
 def _converts(policy: Policy) -> bool:
     """Whether a policy stores weights otherwise than in plain FP32."""
     return policy.halves or policy.param_dtype in LOW
+
+
+def _refuse_on_ranks(schedule: Schedule) -> None:
+    """Refuse parts between which weights become other parameters, in a program of several ranks.
+
+    Raises:
+        PolicyError: Weights of some parts have 16 bits alone, and those of others not.
+    """
+    parts = {policy.param_dtype: str(policy) for policy in schedule.policies}
+    if len(parts) > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise PolicyError(
+            "weights cannot become, or have been, 16 bits alone in a program of several ranks",
+            where="; ".join(parts.values()),
+            why="DistributedDataParallel and FSDP know the parameters as they were",
+            write="O1 and O2 in place of O3; rules, recipes and dtype may change",
+        )
 
 
 def convert_before_wrapping(policy: Policy, report: ScriptReport, seams: Seams) -> contextlib.ExitStack:
@@ -569,7 +621,7 @@ class ScriptRun:
 
 def run(
     program: Program,
-    policy: Policy | str | os.PathLike[str] = "O1",
+    policy: ScheduleLike = "O1",
     *,
     max_grad_norm: float | None = None,
     hold_schedulers: bool = True,
@@ -584,7 +636,8 @@ def run(
 
     Args:
         program: The script.
-        policy: A policy, its text, or the path of a policy file.
+        policy: A policy, its text, or the path of a policy file; or a schedule or its text, which counts the steps of
+            all optimizers, those before a checkpoint included. A part that is refused is left alone, and said so.
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this.
         hold_schedulers: Whether schedulers wait where a step was skipped, at one host sync a step.
         steps: After how many steps of sessions the script is ended, in its next backward pass; by itself when omitted.
@@ -595,12 +648,13 @@ def run(
         How it ended; nothing that it raises passes through.
 
     Raises:
-        PolicyError: No policy, or a norm that is none.
+        PolicyError: No policy, or a norm that is none; on several ranks parts with weights of 16 bits beside others.
 
     **Cost**: that of :func:`mezzo.attach`; some microseconds of Python for each kernel in the first three steps.
     """
-    chosen = Policy.of(policy)
+    chosen = Schedule.of(policy)
     raise_together(wrong_options(max_grad_norm=max_grad_norm))
+    _refuse_on_ranks(chosen)
     report, entered = ScriptReport(program=program.name, policy=str(chosen)), contextlib.ExitStack()
 
     def begin(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> AttachedPrecision:
@@ -615,7 +669,7 @@ def run(
     with Seams() as seams:
         log = StepLog(report, on_step, steps, lambda: gathering.is_apart())
         gathering = Gathering(begin, chosen, report, log.ended, seams)
-        converted = convert_before_wrapping(chosen, report, seams)
+        converted = convert_before_wrapping(chosen.at(0), report, seams)
         replace_amp(gathering, report, seams)
         try:
             with entered, contextlib.suppress(Enough):

@@ -11,6 +11,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -27,9 +28,10 @@ from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
 from mezzo.interrupts import Members, uninterrupted
 from mezzo.patches import patch
-from mezzo.policy import PolicyLike
+from mezzo.policy import Policy, PolicyLike, Schedule, ScheduleLike
 from mezzo.session import state_tree
 from mezzo.session.calls import Calls
+from mezzo.session.change import require_now
 from mezzo.session.closures import closure_of, evaluates_once, handing_on
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.passes import run_inside, run_pass, walk_of
@@ -167,6 +169,7 @@ class AttachedPrecision(MixedPrecision):
         self._known_by: weakref.ref[AttachedPrecision] | None = None
         self._autograd_engine: Any = None  # autograd's entry as the session has bound it
         self._calls: Calls | None = None
+        self._schedule: _Parts | None = None
         super().__init__(subjects, optimizer_list, policy, **options)
         try:
             self._take_over(optimizer_list)
@@ -276,7 +279,9 @@ class AttachedPrecision(MixedPrecision):
         def step(bound: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self._is_closed:  # a scheduler made during the session has wrapped this function
                 return plain(*args, **kwargs)
-            return self._own_step(bound, session_optimizer, *args, **kwargs)
+            result = self._own_step(bound, session_optimizer, *args, **kwargs)
+            self.keep_to_schedule()
+            return result
 
         self._bind_own(optimizer, "step", types.MethodType(step, optimizer))
 
@@ -335,7 +340,9 @@ class AttachedPrecision(MixedPrecision):
         stepping = chosen(optimizers, self._weights.optimizers)
         if closure is None:
             self._require_engine(stepping)
-        return self._note(stepping, super().step(optimizers, closure))
+        step = self._note(stepping, super().step(optimizers, closure))
+        self.keep_to_schedule()
+        return step
 
     def _require_engine(self, optimizers: list[Optimizer]) -> None:
         """Refuse gradients of passes that the session cannot have scaled.
@@ -379,7 +386,74 @@ class AttachedPrecision(MixedPrecision):
                 if self._calls is not None:  # hooks were put on the models anew, if it has raised too
                     self._calls.change(self.policy)
 
+    def carry_out(self, schedule: ScheduleLike, change: Callable[[Policy], None] | None = None) -> None:
+        """Change the policy as a schedule says, from now on: after the steps of its optimizers, and as states load.
+
+        The steps that it counts are those of :meth:`stats`, which checkpoints have. While another optimizer's window is
+        open a change waits for a later step. A state is loaded under the part that it was saved in, so that its loss
+        scale goes on.
+
+        Args:
+            schedule: A :class:`mezzo.Schedule`, or its text. Its part for the next step is taken for begun.
+            change: Called in place of :meth:`change`, by programs that answer what it raises.
+
+        Raises:
+            PolicyError: No schedule.
+
+        Example:
+            >>> import mezzo, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> schedule = mezzo.Schedule.of("bf16,nvfp4_module=0@0; bf16@2")
+            >>> amp = mezzo.attach(model, optimizer, schedule.at(0))
+            >>> amp.carry_out(schedule)
+            >>> for _ in range(3):
+            ...     print(amp.policy)
+            ...     model(torch.ones(16, 16)).square().mean().backward()
+            ...     optimizer.step()
+            O1,dtype=bfloat16,nvfp4_module=0
+            O1,dtype=bfloat16,nvfp4_module=0
+            O1,dtype=bfloat16
+            >>> amp.detach()
+        """
+        self._require_open("carry_out")
+        parts = Schedule.of(schedule)
+        self._schedule = _Parts(schedule=parts, change=change, now=parts.at(self._engine.account.begun))
+
+    def keep_to_schedule(self) -> None:
+        """Change to the part of the schedule that the next step has, unless something is under way."""
+        parts = self._schedule
+        if parts is not None and (policy := parts.schedule.at(self._engine.account.begun)) is not parts.now:
+            try:
+                require_now(self._engine)
+            except StateError:
+                return
+            self._begin_part(policy)
+
+    def _begin_part(self, policy: Policy) -> None:
+        if self._schedule is not None:
+            self._schedule.now = policy
+            (self._schedule.change or self.change)(policy)
+
     # State ------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a session's state: see :meth:`MixedPrecision.load_state_dict`; under its own part of a schedule."""
+        self._require_open("load_state_dict")
+        parts, steps = self._schedule, state_tree.steps_of(state_dict)
+        if parts is None or steps is None or self._engine.writes.broken:
+            super().load_state_dict(state_dict)
+            return
+        state_tree.require_between_steps(self._engine, "load_state_dict()")
+        earlier, policy = parts.now, parts.schedule.at(steps)
+        if policy is not earlier:
+            self._begin_part(policy)
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            if policy is not earlier:
+                self._begin_part(earlier)
+            raise
 
     def _carry(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
         state_dict[CARRIED] = state_tree.save(self._engine, in_window=True)
@@ -406,6 +480,21 @@ class AttachedPrecision(MixedPrecision):
     def detach(self) -> None:
         """End the session, as :meth:`close` does."""
         self.close()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Parts:
+    """A schedule that a session carries out.
+
+    Attributes:
+        schedule: The schedule.
+        change: What changes the policy, where that is not the session's own.
+        now: The policy of the part that has begun, carried out or refused.
+    """
+
+    schedule: Schedule
+    change: Callable[[Policy], None] | None
+    now: Policy
 
 
 # In place of functions of torch's -----------------------------------------------------------------------------

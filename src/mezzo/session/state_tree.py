@@ -131,6 +131,13 @@ def load(engine: Engine, state: Any) -> None:
     load_checked(engine, state)
 
 
+def steps_of(state: Any) -> int | None:
+    """Return how many steps a session's state says were begun; ``None`` where it is none."""
+    stats = state.get("stats") if isinstance(state, Mapping) else None
+    steps = stats.get("steps") if isinstance(stats, Mapping) else None
+    return steps if is_count(steps) else None
+
+
 def load_checked(engine: Engine, state: Mapping[str, Any]) -> None:
     """Load a state in which :func:`check` has found nothing."""
     policy, state, saved = engine.weights.policy, {**_ABSENT, **state}, Policy.parse(state["policy"])
