@@ -147,6 +147,10 @@ def test_steps_are_counted_on_where_a_session_begins_anew(ended):
     report, states = ended(TRAINED + THAWED)
     assert (report.steps, [step for step, _ in report.changes]) == (5, [3])
     assert states["optimizer"]["mezzo"]["stats"]["steps"] == 5
+    # With another model and optimizer, too: of the script's steps there is one count.
+    report, states = ended(TRAINED + STEPS.format(begin=0, end=2) + TRAINED + STEPS.format(begin=2, end=5) + KEPT)
+    assert (report.steps, [step for step, _ in report.changes]) == (5, [3])
+    assert states["optimizer"]["mezzo"]["stats"]["steps"] == 5
 
 
 def test_a_part_that_is_refused_is_left_alone_and_alarms(ended):

@@ -84,7 +84,8 @@ def run(
     Ends with a report on stderr: how much of the work of matrix products ran low, measured in the first steps; steps,
     skipped ones, loss scale; what was intercepted, what was left alone and why. --out holds it as summary.json, and
     loss, scale, norm and time of each step as metrics.jsonl. The exit code is the script's; where that is 0, 4 if the
-    policy asks for low precision and nothing ran low, or more than half of the steps were skipped.
+    policy asks for low precision and nothing ran low, more than half of the steps were skipped, or a part of a schedule
+    was refused.
     """
     program = program_of(words, is_module)
     chosen = Schedule.of(usual_policy(None) if policy is None else policy)

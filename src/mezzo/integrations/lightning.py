@@ -337,7 +337,7 @@ class ChangePolicy(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a part for which the last step was no time, as inside ``training_step`` with manual optimization."""
-        session = trainer.precision_plugin.session  # type: ignore[union-attr]
+        session = trainer.precision_plugin.session  # type: ignore[attr-defined]
         if session is not None:
             session.keep_to_schedule()
 

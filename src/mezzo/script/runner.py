@@ -269,20 +269,20 @@ class Gathering:
             old, new = self._ended_members, self._waiting
             if not self._attach_all(old + new) and new:
                 self._attach_all(old)
-            if self.amp is not None and _alive(old):  # the same training goes on
-                self._go_on(engine_of(self.amp))
             if self.amp is not None:
+                self._go_on(engine_of(self.amp), is_same=bool(_alive(old)))
                 self.amp.carry_out(self._schedule, self._change)
             self._load_scales()
         self._ended_members, self._waiting, self._scale = [], [], None
         self._waiting_params.clear()
 
-    def _go_on(self, engine: Engine) -> None:
-        """Load the loss scale and the counts of the session that has ended."""
-        if self._scale is not None:
+    def _go_on(self, engine: Engine, *, is_same: bool) -> None:
+        """Load what the session that has ended knew: its steps, and where the same training goes on all of it."""
+        if is_same and self._scale is not None:
             engine.scaler.load_state_dict(self._scale)
         if self._counts is not None:
-            engine.account.load_state_dict(self._counts, float(engine.scaler.state.scale))
+            counts = self._counts if is_same else engine.account.state_dict() | {"steps": self._counts["steps"]}
+            engine.account.load_state_dict(counts, float(engine.scaler.state.scale))
 
     def _change(self, policy: Policy) -> None:
         """Begin a part of the schedule; where it is refused, the script goes on under the part before."""
