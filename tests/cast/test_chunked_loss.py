@@ -328,7 +328,7 @@ def test_compiled_code_is_one_graph_and_keeps_no_logits():
 
 @has_torchs
 @pytest.mark.parametrize("policy", POLICIES[1:])
-@pytest.mark.parametrize("name", ["mean", "sum", "each row", "ignored", "weights"])
+@pytest.mark.parametrize("name", ["mean", "sum", "each row", "ignored", "weights", "smoothing", "probabilities"])
 def test_torchs_own_function_runs_as_ours_in_a_region(name, policy):
     target, options = CASES[name]
     ours, theirs = (trained(policy, functools.partial(f, **options), target) for f in (chunked, by_torch))
@@ -347,13 +347,15 @@ def test_torchs_own_function_without_options_is_the_two_calls(policy):
 
 @has_torchs
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", ["smoothing", "probabilities"])
-def test_what_torch_computes_as_a_whole_stays_so_with_its_warning(name, policy):
-    target, options = CASES[name]
-    with pytest.warns(UserWarning, match="chunked path needs"):
-        theirs = trained(policy, functools.partial(by_torch, **options), target)
-    ours = trained(policy, functools.partial(two_calls, **options), target)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def test_a_loss_of_several_dimensions_is_torchs_own_with_its_warning(policy):
+    losses = []
+    for options in (None, OPTIONS()):
+        with seeded(1), mezzo.autocast(policy, "cpu"):
+            hidden, weight = torch.randn(70, 16), torch.randn(24, 3, 16)
+            warns = pytest.warns(UserWarning, match="chunked path needs") if options else contextlib.nullcontext()
+            with warns:
+                losses.append(TORCHS(hidden, weight, targets(70, 3), options=options))
+    assert torch.equal(*losses)
 
 
 @has_torchs
