@@ -201,6 +201,19 @@ def below() -> str:
     return "\n".join([*lines, "", f"{about}. {shares}. {where(result)} (`benchmarks/below_sixteen.py`)."])
 
 
+def healed() -> str:
+    """The table of the newest ``benchmarks/heal.py``: NVFP4 with a last tenth in BF16."""
+    result = newest("heal-cpu-*.json")
+    lines = ["| products | bits per byte | − BF16 | of each seed |", "|---|---:|---:|---:|"]
+    for row in result["rows"]:
+        differences = " ".join(f"{difference:+.4f}" for difference in row["differences_to_bf16"])
+        beside = "" if row["name"] == "BF16" else f"{row['difference_to_bf16']:+.4f}"
+        lines.append(f"| {row['name']} | {row['mean']:.4f} | {beside} | {differences if beside else ''} |")
+    steps = f"docs_lm, {result['steps']} steps, {counted(result['seeds'], 'seed')}"
+    closes = "" if result["closed"] is None else f"; healing closes {100 * result['closed']:.0f} % of the gap"
+    return "\n".join([*lines, "", f"{steps}{closes}. {where(result)} (`benchmarks/heal.py`)."])
+
+
 def _percent(share: float) -> str:
     return "0" if share == 0 else f"{100 * share:.2g}" if share >= 0.0001 else "<0.01"
 
@@ -268,7 +281,7 @@ def placements() -> str:
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
         "README.md": {"overflow": overflow, "figures": figures},
-        "docs/below_sixteen_bits.md": {"below": below},
+        "docs/below_sixteen_bits.md": {"below": below, "healed": healed},
         "docs/benchmarks.md": {
             "step": steps,
             "train": trainings,
