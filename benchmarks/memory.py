@@ -4,19 +4,22 @@ Each model takes two real steps on a batch of a few tokens or images, and the by
 is timed, and no size is estimated. So gradients have the dtypes that they have in a training: of a weight that several
 operations read they are FP32.
 
-``OMP_NUM_THREADS=1 python benchmarks/memory.py`` takes two minutes and 3 GiB, and writes one dated JSON file.
+What a loss of many rows allocates is counted as the allocator has it, from the head to the end of the backward pass.
+
+``OMP_NUM_THREADS=1 python benchmarks/memory.py`` takes four minutes and 3 GiB, and writes two dated JSON files.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
@@ -26,6 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
 
 import mezzo
 from harness import write_dated
@@ -137,31 +141,40 @@ MODELS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to train: its policy, or torch.amp; and the optimizer."""
+    """A way to train: its policy, or torch.amp; and what makes the optimizer of a model."""
 
     policy: str | None
-    optimizer: Callable[..., Optimizer]
+    optimizer: Callable[[nn.Module], Optimizer]
 
 
-def _coded(params: Any) -> Optimizer:
-    return mezzo.optim.AdamW(params, state_dtype="int8")
+def _adamw(net: nn.Module) -> Optimizer:
+    return mezzo.optim.AdamW(net.parameters())
 
 
-def _fused(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, fused=True)
+def _coded(net: nn.Module) -> Optimizer:
+    return mezzo.optim.AdamW(net.parameters(), state_dtype="int8")
 
 
-def _foreach(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, foreach=True)
+def _muon(net: nn.Module) -> Optimizer:
+    return mezzo.optim.Muon(mezzo.optim.matrices_of(net), state_dtype="int8")
+
+
+def _fused(net: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(net.parameters(), fused=True)
+
+
+def _foreach(net: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(net.parameters(), foreach=True)
 
 
 WAYS: Final[Mapping[str, Way]] = MappingProxyType(
     {
         "torch.amp": Way(None, _fused),
-        "O1": Way("O1,bf16", mezzo.optim.AdamW),
+        "O1": Way("O1,bf16", _adamw),
         "O2, torch's AdamW": Way("O2,bf16", _foreach),
-        "O2": Way("O2,bf16", mezzo.optim.AdamW),
+        "O2": Way("O2,bf16", _adamw),
         "O2, int8 moments": Way("O2,bf16", _coded),
+        "O2, Muon, int8 moments": Way("O2,bf16", _muon),
     }
 )
 
@@ -204,7 +217,7 @@ def counted(model: Model, entries: Mapping[str, int], name: str) -> Row:
     torch.manual_seed(0)
     net = model.build(**entries)
     inputs, targets = model.inputs(entries.get("vocabulary", entries.get("classes", 0)))
-    optimizer = way.optimizer(net.parameters())
+    optimizer = way.optimizer(net)
     decoded: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: decoded.append(_decoded(net)))
     amp = None if way.policy is None else mezzo.MixedPrecision(net, optimizer, way.policy)
@@ -261,28 +274,108 @@ def _address(tensor: Tensor) -> int:
     return address
 
 
+# Losses -----------------------------------------------------------------------------------------------------------
+
+#: Heads by their model: features and classes. Their rows are the tokens of a text, and those of a chunk a quarter.
+HEADS: Final = MappingProxyType({"GPT-2 small": (768, 50257), "LLaMA 160M": (768, 32000)})
+NUM_ROWS: Final = 1024
+
+
+def _whole(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight), target)
+
+
+def _by_torch(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = functional.linear_cross_entropy(hidden, weight, target, options=nn.LinearCrossEntropyOptions())
+    return loss
+
+
+def _in_chunks(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return mezzo.linear_cross_entropy(hidden, weight, target, rows=len(hidden) // 4)
+
+
+LOSSES: Final[Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = MappingProxyType(
+    {"two calls": _whole, "in four chunks": _in_chunks, "torch's options": _by_torch}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """The most bytes that a head, its loss and their backward pass have allocated at once.
+
+    Attributes:
+        model: Its name.
+        policy: A level and its dtype; without one it is FP32.
+        loss: A name of :data:`LOSSES`.
+        peak: The bytes, gradients of the hidden rows and of the weight among them.
+    """
+
+    model: str
+    policy: str
+    loss: str
+    peak: int
+
+
+def loss_bytes(model: str, num_rows: int, features: int, classes: int, *, policy: str, name: str) -> LossRow:
+    """Return what one way of a loss allocates under a policy."""
+    torch.manual_seed(0)
+    head = nn.Linear(features, classes, bias=False)
+    hidden, target = torch.randn(num_rows, features, requires_grad=True), torch.randint(classes, (num_rows,))
+    mezzo.prepare(head, policy)
+    gc.collect()  # what was allocated before is not to be freed in between
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with mezzo.autocast(policy, "cpu"):
+            loss = LOSSES[name](hidden, head.weight, target)
+        loss.backward()  # type: ignore[no-untyped-call]
+    result = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted((event.start_ns(), event.nbytes()) for event in result.events() if event.name() == "[memory]")
+    return LossRow(model, policy, name, max(itertools.accumulate(size for _, size in events)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="full", choices=("full", "least"), help="of the papers, or a few numbers")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON file")
+    parser.add_argument("--losses", action="store_true", help="count losses alone")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON files")
     given = parser.parse_args()
+    result = {**facts(torch.device("cpu")), "mezzo": mezzo.__version__, "size": given.size, "timed": False}
+    if not given.losses:
+        rows = [{**asdict(row), "kept": row.kept} for row in _all_counted(given.size)]
+        print(f"written to {write_dated(given.out, 'memory', {**result, 'rows': rows})}")
+    losses = [asdict(row) for row in _all_losses(given.size)]
+    print(f"written to {write_dated(given.out, 'losses', {**result, 'num_rows': NUM_ROWS, 'rows': losses})}")
+
+
+def _all_counted(size: str) -> list[Row]:
+    """Return, and print, what every way keeps of every model."""
     rows: list[Row] = []
     for model in MODELS:
         for name in WAYS:
-            rows.append(counted(model, model.full if given.size == "full" else model.least, name))
+            rows.append(counted(model, model.full if size == "full" else model.least, name))
             gc.collect()
     table = Table(
         "model", "way", "weights", "gradients", "moments", "kept", "a parameter", "casts", "step", title="MiB"
     )
     for row in rows:
         counts = (row.weights, row.gradients, row.moments, row.kept)
-        sizes = [f"{size / MIB:.1f}" for size in counts]
-        more = [f"{size / MIB:.1f}" for size in (row.casts, row.step)]
+        sizes = [f"{count / MIB:.1f}" for count in counts]
+        more = [f"{count / MIB:.1f}" for count in (row.casts, row.step)]
         table.add_row(row.model, row.way, *sizes, f"{row.kept / row.num_parameters:.3f}", *more)
     Console(width=120).print(table)
-    result = {**facts(torch.device("cpu")), "mezzo": mezzo.__version__, "size": given.size, "timed": False}
-    written = write_dated(given.out, "memory", {**result, "rows": [{**asdict(row), "kept": row.kept} for row in rows]})
-    print(f"written to {written}")
+    return rows
+
+
+def _all_losses(size: str) -> list[LossRow]:
+    """Return, and print, what every loss allocates at the head of every language model."""
+    rows: list[LossRow] = []
+    table = Table("model", "policy", "loss", "MiB at once")
+    for model, (features, classes) in HEADS.items():
+        sizes = (NUM_ROWS, features, classes) if size == "full" else (128, 16, 64)
+        for policy, name in itertools.product(("O0", "O1,bf16", "O2,bf16"), LOSSES):
+            rows.append(loss_bytes(model, *sizes, policy=policy, name=name))
+            table.add_row(model, policy, name, f"{rows[-1].peak / MIB:.1f}")
+    Console(width=120).print(table)
+    return rows
 
 
 if __name__ == "__main__":

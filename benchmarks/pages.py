@@ -138,7 +138,21 @@ def kept() -> str:
         more = [f"+{row[name] / 2**20:.0f}" if row[name] else "" for name in ("casts", "step")]
         cells = [f"{row['model']}, {row['way']}", *numbers, f"{row['kept'] / row['num_parameters']:.3g}", *more]
         lines.append(f"| {' | '.join(cells)} |")
-    about = "Counted on the tensors of two steps in BF16 with AdamW, and not measured: no GPU, no clock"
+    about = "Counted on the tensors of two BF16 steps of AdamW, or Muon and AdamW, and not measured: no GPU, no clock"
+    return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/memory.py`)."])
+
+
+def losses() -> str:
+    """What a loss of many rows allocates, each way, as the newest ``benchmarks/memory.py`` has counted it."""
+    result = newest("losses-cpu-*.json")
+    rows = result["rows"]
+    ways = list(dict.fromkeys(row["loss"] for row in rows))
+    lines = [f"| MiB at once | {' | '.join(ways)} |", "|---|" + "---:|" * len(ways)]
+    for model, policy in dict.fromkeys((row["model"], row["policy"]) for row in rows):
+        peaks = [the(rows, model=model, policy=policy, loss=way)["peak"] / 2**20 for way in ways]
+        name = "FP32" if policy == "O0" else policy
+        lines.append(f"| {model}, {name} | {' | '.join(f'{peak:,.0f}' for peak in peaks)} |")
+    about = f"Allocated from the head to the end of the backward pass, for {result['num_rows']:,} rows, with gradients"
     return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/memory.py`)."])
 
 
@@ -277,6 +291,21 @@ def placements() -> str:
     return "\n".join([*lines, "", f"{where(result)}; BF16, size {result['size']}; {what}. {so}, three seeds."])
 
 
+def rollouts() -> str:
+    """The table of the newest ``benchmarks/rollout.py``: log-probabilities of trainer and engine."""
+    result = newest("rollout-cpu-*.json")
+    lines = ["| trainer | engine | mean | largest | KL | 95 % of ratios below |", "|---|---|---:|---:|---:|---:|"]
+    for row in sorted(result["rows"], key=lambda row: row["policy"] == "the engine"):
+        trainer = row["policy"] if row["policy"] == "the engine" else f"`{row['policy']}`"
+        cells = [f"{row[name]:.2g}" for name in ("mean", "largest", "kl")]
+        lines.append(f"| {trainer} | {row['engine']} | {' | '.join(cells)} | {row['ratio_p95']:.4f} |")
+    what = f"{counted(result['seeds'], 'seed')}, {result['steps']} steps, {result['rows'][0]['tokens']:,} tokens a row"
+    about = (
+        "distances of log-probabilities; the last rows are engines that score whole texts, against their own sampling"
+    )
+    return "\n".join([*lines, "", f"{what}: {about}. {where(result)} (`benchmarks/rollout.py`)."])
+
+
 #: By page: what stands between its markers.
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
@@ -296,7 +325,8 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "numbers": suite.numbers,
             "without": suite.without,
         },
-        "docs/memory.md": {"memory": kept, "saved": saved, "moments": moments},
+        "docs/memory.md": {"memory": kept, "losses": losses, "saved": saved, "moments": moments},
+        "docs/rollouts.md": {"rollouts": rollouts},
         "docs/policy.md": {
             "fields": vocabulary.policy_fields,
             "levels": vocabulary.levels,

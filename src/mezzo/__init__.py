@@ -12,7 +12,7 @@ from mezzo.releases import require_oldest
 require_oldest()  # before what an older torch does not have is taken of it
 
 from mezzo import formats
-from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare
+from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, linear_cross_entropy, low, prepare
 from mezzo.errors import (
     DistributedError,
     MezzoError,
@@ -40,8 +40,8 @@ __all__ = [
     "AttachedPrecision", "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MezzoError",
     "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed",
     "Schedule", "StateError", "Stats", "Step", "UnsupportedError", "__version__", "attach", "autocast", "capture",
-    "checkpoint_contexts", "compile_backend", "explain", "formats", "fp32", "fully_shard", "load", "low", "numerics",
-    "optim", "overflow", "plan", "prepare", "save",
+    "checkpoint_contexts", "compile_backend", "explain", "formats", "fp32", "fully_shard", "linear_cross_entropy",
+    "load", "low", "numerics", "optim", "overflow", "plan", "prepare", "save",
 ]  # fmt: skip
 
 

@@ -105,6 +105,27 @@ def placed(value: Any, whole: Any) -> Tensor:
     return distribute_tensor(result.detach().to(mesh.device_type), mesh, whole.placements, src_data_rank=None)
 
 
+def whole_of(shard: Tensor, param: Any) -> Tensor:
+    """Return a whole tensor from this rank's shard of it, which lies over the ranks as a parameter does.
+
+    Args:
+        shard: Of any dtype, in the shape of ``local(param)``.
+        param: Any tensor; if it is no DTensor the shard is returned.
+
+    **Cost**: one gathering, a collective, where ``param`` is a DTensor; then all ranks call it.
+    """
+    if not is_distributed(param):
+        return shard
+    whole: Any = held_as(shard.contiguous(), param)
+    gathered_whole: Tensor = whole.full_tensor()
+    return gathered_whole
+
+
+def part_of(whole: Tensor, param: Any) -> Tensor:
+    """Return this rank's shard of a tensor that every rank has the whole of; without communication."""
+    return local(placed(whole, param))
+
+
 def sharding(tensor: Any) -> Hashable:
     """Return a key of how a tensor is cut into shards, the same on all ranks; ``None`` for a plain tensor."""
     return (tensor.device_mesh, tuple(_cut(tensor))) if is_distributed(tensor) else None

@@ -29,6 +29,7 @@ SMALLEST = {
     "moments.py": "--steps 2 --stride 600 --seeds 1 --script-steps 2",
     "plan.py": "--models 'conv–log chain' --repetitions 1",
     "recorder.py": "--repetitions 1 --steps 2",
+    "rollout.py": "--seeds 1 --steps 2 --pairs 2",
     "scaler.py": "--repetitions 1",
     "session.py": "--repetitions 1",
     "small.py": "--repetitions 1",

@@ -42,3 +42,14 @@ def test_models_are_those_of_the_papers():
     counts = {name: sum(param.numel() for param in net.parameters()) for name, net in nets.items()}
     # transformers' GPT2Model, torchvision's resnet50, JackFram/llama-160m
     assert counts == {"GPT-2 small": 124_439_808, "ResNet-50": 25_557_032, "LLaMA 160M": 162_417_408}
+
+
+def test_what_a_loss_allocates_is_some_tensors_of_logits():
+    peaks = {}
+    for policy in ("O0", "O1,bf16", "O2,bf16"):
+        for name in ("two calls", "in four chunks"):
+            row = memory.loss_bytes("", 1024, 16, 512, policy=policy, name=name)
+            peaks[policy, name] = row.peak / (4 * 1024 * 512)
+    # In FP32 the log-softmax and its gradient and one more; from 16 bits the logits as well.
+    assert all(3 <= peak <= 4.5 for (_, name), peak in peaks.items() if name == "two calls"), peaks
+    assert all(peak <= 1.5 for (_, name), peak in peaks.items() if name == "in four chunks"), peaks

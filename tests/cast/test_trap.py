@@ -142,8 +142,13 @@ WAYS = """
             amp.backward(value)
             amp.step()
 
+    def a_step_of_muon():
+        model = net()
+        loss(model, x).backward()  # in FP32, outside any region: the optimizer's products alone are in BF16
+        mezzo.optim.Muon(model.parameters(), lr=0.1, adamw={}).step()
+
     for way in (the_five_lines, backward_inside_a_region, backward_twice, checkpoints, functional_transforms, layers,
-                 graphs):
+                 graphs, a_step_of_muon):
         print(way.__name__, flush=True)
         way()
     print("alive", torch.backends.mkldnn.enabled)

@@ -155,10 +155,13 @@ class Meshed:
         optimizer: Makes the optimizer.
         loss: See :func:`plan_of`.
         sequence: See :func:`plan_of`.
+        shards: Further arguments of ``mezzo.fully_shard``.
         **kwargs: Of the session.
     """
 
-    def __init__(self, policy, shape=(2, 2), *, make=tokens, optimizer=None, loss=False, sequence=True, **kwargs):
+    def __init__(
+        self, policy, shape=(2, 2), *, make=tokens, optimizer=None, loss=False, sequence=True, shards=None, **kwargs
+    ):
         self.mesh, self.loss = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")), loss
         self.rank, self.size, model = self.mesh.get_local_rank("data"), shape[0], make()
         self.model, is_tied = model, model.head.weight is model.embed.weight
@@ -166,7 +169,7 @@ class Meshed:
         if is_tied:
             model.head.weight = model.embed.weight
         if self.size > 1:
-            mezzo.fully_shard(self.model, policy, mesh=self.mesh["data"])
+            mezzo.fully_shard(self.model, policy, mesh=self.mesh["data"], **shards or {})
         self.optimizer = (optimizer or sgd)(self.model.parameters())
         self.amp = mezzo.MixedPrecision(self.model, self.optimizer, policy, **kwargs)
 
@@ -186,7 +189,7 @@ class Meshed:
 class Alone(Meshed):
     """The same in one process."""
 
-    def __init__(self, policy, make=tokens, optimizer=None, **kwargs):
+    def __init__(self, policy, make=tokens, optimizer=None, shards=None, **kwargs):
         self.rank, self.size, self.loss, self.model = 0, 1, False, make()
         self.optimizer = (optimizer or sgd)(self.model.parameters())
         self.amp = mezzo.MixedPrecision(self.model, self.optimizer, policy, **kwargs)

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is unavailable
 OPTIMIZERS = {
     "split": lambda params: optim.AdamW(params, lr=0.01),
     "codes": lambda params: optim.AdamW(params, lr=0.01, state_dtype="int8"),
+    "muon": lambda params: optim.Muon(params, lr=0.01, adamw={"lr": 0.01}),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "damped": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
@@ -112,7 +113,7 @@ def loaded(worlds, folders):
     return words
 
 
-FEW = ["one", "ddp", "two"], [(POLICIES[0], "split")]
+FEW = ["one", "ddp", "two"], [(POLICIES[0], "split"), (POLICIES[0], "muon")]
 #: Four ranks and two dims of them; policies, and optimizers of torch's.
 MORE = list(WORLDS), [(POLICIES[1], "adamw"), (POLICIES[2], "damped")]
 
@@ -139,6 +140,7 @@ BY_TORCH = [
     ("two", POLICIES[0], "fused"),
     ("two", POLICIES[1], "split"),
     ("two", POLICIES[0], "codes"),
+    ("two", POLICIES[0], "muon"),
 ]
 
 

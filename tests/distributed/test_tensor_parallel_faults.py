@@ -3,6 +3,8 @@
 Each report is named by its thread.
 """
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,12 +15,13 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo.numerics import Recorder
 from mezzo.sharded import local
 
 from .ranks import on_ranks, text_of
 from .tensor_parallel import Alone, Meshed, batch, plan_of, sgd, sparse_tokens, tokens
 from .test_fully_shard import Sharp, same, whole
-from .test_tensor_parallel import BF16, O1, signed
+from .test_tensor_parallel import BF16, FP16, O1, signed
 
 # Reports --------------------------------------------------------------------------------------------------
 
@@ -143,6 +146,8 @@ REPORTS = {
     "one in FP32": (lambda make: trained(make), f"{BF16},fp32_param=blocks.0.feed.up.weight", tokens),
     "clipped": (clipped, O1, tokens),
     "twice in a step": (lambda make: sharp(make), BF16, tokens),
+    "O3": (lambda make: trained(make), "O3,dtype=float16,emulate=false", tokens),
+    "kept gathered": (lambda make: trained(lambda: make(shards={"reshard_after_forward": False})), FP16, tokens),
     "tied": (lambda make: trained(make), BF16, tied),
     "checkpoints": (lambda make: trained(make), BF16, lambda: tokens(checkpoints=True)),
 }
@@ -192,6 +197,38 @@ def verdicts():
         step = meshed.amp.step()
         results[where] = bool(step.skipped), float(step.next_scale), same(before, whole(meshed.model))
     return results
+
+
+def exchanges():
+    """What a step exchanges: of each call the operation, how many numbers, and among how many ranks."""
+    meshed, calls, plain = Meshed(O1, loss=True, max_grad_norm=1.0), [], dist.all_reduce
+
+    def counting(numbers, op, group):
+        calls.append((str(op), numbers.numel(), group.size()))
+        return plain(numbers, op=op, group=group)
+
+    meshed.backward(0)
+    with patch.object(dist, "all_reduce", counting):
+        meshed.amp.step()
+    return calls, len([*meshed.model.parameters()])
+
+
+def recorded(meshed, has_session=True):
+    """Return what a recorder counts of parameters, their gradients and what the hidden units give, by path."""
+    if not has_session:
+        meshed.amp.close()
+    kinds = "weights", "weight_gradients", "activations"
+    with Recorder(meshed.model, meshed.optimizer, every=1, kinds=kinds) as recorder:
+        if has_session:
+            meshed.step(0)
+        else:
+            index, labels = map(meshed.part, batch(0))
+            functional.cross_entropy(meshed.model(index).flatten(0, -2), labels.flatten()).backward()
+            meshed.optimizer.step()
+            recorder.step()
+    (step,) = recorder.evidence.steps
+    counts = {(tensor.kind, tensor.module, tensor.name): str(tensor.histogram) for tensor in step.tensors}
+    return {key: text for key, text in counts.items() if key[0] != "activations" or key[1].endswith(".up")}
 
 
 def penalties():
@@ -249,6 +286,18 @@ def wrapped(policy):
         wrapper(batch(0)[0])
 
 
+def changed():
+    """Return what O2 makes of a run that O1 began, and what a change says that tensor parallelism does not go with."""
+    meshed, plain = Meshed(O1, loss=True), Meshed(O1, loss=True)
+    for session in (meshed, plain):
+        session.step(0)
+    meshed.amp.change(BF16)
+    for session in (meshed, plain):
+        session.step(1)
+    text = text_of(lambda: meshed.amp.change("O1,bf16,fp8_module=*"))
+    return same(whole(meshed.model), whole(plain.model)), text, str(meshed.amp.policy)
+
+
 def refusals():
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["data"].get_group()
     texts = {
@@ -257,6 +306,8 @@ def refusals():
         for shards in (False, True)
     }
     texts["wrapper"] = text_of(lambda: wrapped(O1))
+    texts["located"] = text_of(lambda: Meshed(O1, shape=(1, 4), make=sparse_tokens, on_overflow="locate"))
+    texts["changed"] = changed()
     texts["group"] = text_of(lambda: Meshed(O1, process_group=own))
     text = texts["products", True, "O1,bf16,fp8_module=*"]
     stays_low = text.partition("or low=")[2].partition(" before")[0]
@@ -272,6 +323,11 @@ def everything():
         "outputs": outputs,
         "reports": reports(),
         "verdicts": verdicts(),
+        "exchanges": exchanges(),
+        "recorded": [
+            recorded(Meshed("O0", shape=shape, make=sparse_tokens), has_session=has_session)
+            for shape, has_session in (((1, 4), True), ((2, 2), True), ((2, 2), False))
+        ],
         "penalties": penalties(),
         "refusals": refusals(),
     }
@@ -312,6 +368,21 @@ def test_what_one_rank_finds_in_any_part_decides_for_all(of_four):
         assert rank["verdicts"] == {where: (True, scale, []) for where, scale in scales.items()}
 
 
+def test_a_step_exchanges_one_vector_of_norms_along_each_dim_and_one_of_flags(of_four):
+    for calls, count in (rank["exchanges"] for rank in of_four):
+        (*norms, flags) = calls
+        assert flags == ("RedOpType.MAX", 4, 4)
+        assert [(op, size) for op, _, size in norms] == [("RedOpType.SUM", 2)] * 2
+        assert max(numbers for _, numbers, _ in norms) <= count
+
+
+def test_recorders_count_each_number_of_what_is_cut_once(of_four):
+    expected = recorded(Alone("O0", make=sparse_tokens))
+    assert len(expected) == 17
+    for counts in (counts for rank in of_four for counts in rank["recorded"]):
+        assert counts == expected
+
+
 def test_gradients_inside_of_losses_lie_as_logits_do(of_four):
     assert [rank["penalties"] for rank in of_four] == [(False, [])] * 4
 
@@ -326,4 +397,9 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused(of_four):
                 assert "up.weight, down.weight" in text
         assert "DistributedDataParallel around parameters that tensor parallelism has cut" in texts["wrapper"]
         assert "sharded over ranks that are not in the session's process group" in texts["group"]
+        assert "tensor parallelism has cut cannot be located in the run" in texts["located"]
+        different, text, policy = texts["changed"]
+        assert different == []
+        assert "products below sixteen bits of weights that tensor parallelism has cut" in text
+        assert policy == str(mezzo.Policy.of(BF16))
         assert texts["cured"][0] == pytest.approx(texts["cured"][1], rel=1e-5)

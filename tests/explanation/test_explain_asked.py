@@ -1,4 +1,4 @@
-"""What users ask for: integers that a low format does not hold, the cast of logits, tied weights."""
+"""What users ask for: integers that a low format does not hold, tied weights."""
 
 import itertools
 import math
@@ -206,69 +206,6 @@ def test_what_is_changed_in_place_after_its_cast_is_something_else():
             return self.embed(steps)
 
     assert findings_of("lost integers", InPlace(), torch.ones(1), policy=policy("O1", "bfloat16")) == []
-
-
-# The cast of the logits -----------------------------------------------------------------------------------
-
-
-class Head(nn.Module):
-    def __init__(self, classes, width=16):
-        super().__init__()
-        self.body, self.head = nn.Linear(16, width), nn.Linear(width, classes)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.body(x)))
-
-
-def cross_entropy(output):
-    return functional.cross_entropy(output, torch.zeros(len(output), dtype=torch.long))
-
-
-@pytest.mark.parametrize("level, dtype", BOTH)
-def test_the_cast_of_logits_is_named_with_its_bytes_and_share(level, dtype, monkeypatch):
-    model, x, rule = Head(1000), torch.randn(64, 16), policy(level, dtype)
-    explanation = explain(model, x, policy=rule, loss=cross_entropy)
-    (finding,) = [finding for finding in explanation.findings if finding.kind == "logits"]
-    size = 2 * 64 * 1000 * (4 + 2)  # there and back, read and written
-    share = 100 * size / sum(cast.num_bytes for cast in explanation.casts if cast.by != "emulation")
-    assert share > 25
-    assert f"takes {size / 1024:.3g} KiB, {share:.3g} % of what all casts" in finding.text
-    assert ("linear_cross_entropy" in finding.text) == hasattr(functional, "linear_cross_entropy")
-    assert "chunks" in finding.text
-    monkeypatch.delattr(functional, "linear_cross_entropy", raising=False)
-    (finding,) = findings_of("logits", model, x, policy=rule, loss=cross_entropy)
-    assert "linear_cross_entropy" not in finding.text
-    assert "write the loss in chunks of rows" in finding.text
-
-
-class Attending(nn.Module):
-    """Scores of 64 by 64, whose cast is most of all casts, and which no loss reads."""
-
-    def forward(self, x):
-        return torch.softmax(x @ x.mT, -1) @ x
-
-
-class AttendingHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.mix = nn.Linear(4, 4), Attending()
-
-    def forward(self, x):
-        return self.mix(self.body(x))
-
-
-def test_what_is_no_cast_of_logits_or_a_small_one():
-    for (level, dtype), (why, model, shape, loss) in itertools.product(
-        BOTH,
-        (
-            ("few classes", Head(4, 256), (64, 16), cross_entropy),
-            ("scores of attention", AttendingHead(), (2, 64, 4), None),
-            ("another loss", Head(1000), (64, 16), lambda output: output.float().square().mean()),
-            ("another dimension", Head(1000), (64, 16), lambda output: torch.log_softmax(output, 0).mean()),
-        ),
-    ):
-        findings = findings_of("logits", model, torch.randn(shape), policy=policy(level, dtype), loss=loss)
-        assert findings == [], (level, dtype, why)
 
 
 # Tied weights ---------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_shared_numbers_that_triton_does_not_compile_go_by_torch_s_operations(ma
     assert "power_of" in message
 
 
-@pytest.mark.parametrize("policy, optimizer", [("O1 fp16", "AdamW"), ("O2 fp16", "Lion")])
+@pytest.mark.parametrize("policy, optimizer", [("O1 fp16", "AdamW"), ("O2 fp16", "Lion"), ("O2 fp16", "Muon")])
 def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_its_replays(machine, policy, optimizer):
     trained, graph = Trained(policy, optimizer), Graph(machine)
     trained.step()

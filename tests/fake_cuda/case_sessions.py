@@ -30,6 +30,8 @@ OPTIMIZERS = {
     "codes": functools.partial(mezzo.optim.AdamW, lr=1e-3, state_dtype="int8"),
     "SGD": functools.partial(mezzo.optim.SGD, lr=1e-3, momentum=0.9),
     "Lion": functools.partial(mezzo.optim.Lion, lr=1e-4),
+    "Muon": functools.partial(mezzo.optim.Muon, lr=0.02, adamw={"lr": 1e-3}),
+    "Muon codes": functools.partial(mezzo.optim.Muon, lr=0.02, adamw={"lr": 1e-3}, state_dtype="int8"),
 }
 WAYS = ["plain", "accumulated", "unscaled"]
 ALL = [(policy, optimizer, way) for policy in POLICIES for optimizer in OPTIMIZERS for way in WAYS]
@@ -43,6 +45,8 @@ CASES = [
     ("O2 bf16", "codes", "plain"),
     ("O3 fp16", "Lion", "plain"),
     ("O3 bf16", "SGD", "plain"),
+    ("O1 fp16", "Muon", "plain"),
+    ("O2 fp16", "Muon codes", "accumulated"),
 ]
 OTHERS = [case for case in ALL if case not in CASES]
 

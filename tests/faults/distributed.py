@@ -18,6 +18,11 @@ FAULTS = (
          '            self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")\n', "",
          "tests/distributed/test_exchange.py::test_norms_of_shards_become_those_of_whole_gradients",
          "ranks would clip by different norms, and their weights drift apart"),
+        ("ranks: groups of the same ranks exchange one after the other",
+         "same_ranks.setdefault(members, group)", "group",
+         "tests/distributed/test_tensor_parallel_faults.py::"
+         "test_a_step_exchanges_one_vector_of_norms_along_each_dim_and_one_of_flags",
+         "each further mesh of the same ranks would cost one more exchange a step"),
         ("ranks: copies count as shards",
          "for dim, placement in enumerate(param.placements) if not placement.is_replicate())",
          "for dim, placement in enumerate(param.placements))",
@@ -139,5 +144,17 @@ FAULTS = (
          "tests/distributed/test_tensor_parallel_faults.py::"
          "test_what_does_not_go_with_tensor_parallelism_is_refused",
          "such products would be NaN, or each rank would scale by its own part"),
+    ),
+    *in_file("session/observers.py",
+        ("tensor parallelism: one rank runs its batch again", " if is_distributed(param)\n", " if False\n",
+         "tests/distributed/test_tensor_parallel_faults.py::"
+         "test_what_does_not_go_with_tensor_parallelism_is_refused",
+         "it would wait for ever for the parts of products that others have"),
+    ),
+    *in_file("numerics/subject.py",
+        ("tensor parallelism: a recorder has its own rank's parts alone",
+         "any(map(is_distributed, self.model.parameters()))", "False",
+         "tests/distributed/test_tensor_parallel_faults.py::test_recorders_count_each_number_of_what_is_cut_once",
+         "it would count a part of what hidden units give"),
     ),
 )

@@ -12,6 +12,7 @@ from mezzo.errors import PolicyError
 from .halved import halved
 
 TORCHS = [(optim.AdamW, torch.optim.AdamW), (optim.Adam, torch.optim.Adam), (optim.SGD, torch.optim.SGD)]
+TORCHS += [(optim.Muon, torch.optim.Muon)]
 
 
 def parameter():
@@ -51,6 +52,9 @@ def test_bytes_kept_of_a_parameter():
         (optim.Adam, {"state_dtype": "int8", "amsgrad": True}, 3.1875),
         (optim.SGD, {"momentum": 0.9, "state_dtype": "int8"}, 1.0625),
         (optim.Lion, {"state_dtype": "int8"}, 1.0625),
+        (optim.Muon, {}, 4),
+        (optim.Muon, {"state_dtype": "bfloat16"}, 2),
+        (optim.Muon, {"state_dtype": "int8"}, 1.0625),
     ]:
         weight = nn.Parameter(torch.randn(64, 32))
         optimizer = optimizer_class([weight], **options)

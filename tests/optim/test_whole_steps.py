@@ -12,6 +12,7 @@ from torch.nn import Parameter
 import mezzo
 from mezzo import UnsupportedError
 from mezzo.optim import optimizer as optimizer_module
+from mezzo.optim import planned
 from mezzo.step import verdict
 from mezzo.step.executors import choose, cpp, portable
 from mezzo.weights.stepping import in_memory
@@ -42,7 +43,7 @@ def same(one, other):
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
-WRITERS = (optimizer_module.__file__, verdict.__file__, portable.__file__, cpp.__file__)
+WRITERS = (optimizer_module.__file__, planned.__file__, verdict.__file__, portable.__file__, cpp.__file__)
 
 
 @pytest.mark.parametrize("executor, stride", [("kernels", 1), ("block by block", 3)])

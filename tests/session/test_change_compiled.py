@@ -12,8 +12,9 @@ from .loops import assert_same, attached, built, facts, loss_of, network, train
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # Dynamo, of autograd functions
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo, of any loss
+    pytest.mark.filterwarnings("ignore:Dynamo"),  # what it cannot trace it runs in Python
 ]
-WALK = ("O1,bf16,emulate=true", "O2,bf16,emulate=true", "O2,bf16,emulate=true,fp32_module=3", "O3,bf16,emulate=true")
+WALK = ("O1,bf16,emulate=true", "O2,bf16,emulate=true", "O2,bf16,emulate=true,low=layer_norm", "O3,bf16,emulate=true")
 
 
 def counting():
@@ -49,9 +50,8 @@ def test_a_compiled_model_is_compiled_once_more_and_computes_what_it_does_uncomp
 
     compiled, counts = run(WALK)
     assert_same(compiled, run(WALK, compiles=False)[0])
-    # As many graphs as in a session that begins so, and none at the second call.
+    # As many graphs, at the first call and at the second, as in a session that begins so.
     assert counts == [count for policy in WALK for count in run([policy])[1]]
-    assert set(counts[1::2]) == {0}
 
 
 class MixedPrecisions:

@@ -155,6 +155,7 @@ def _variants():
         "mezzo.Adam": (mezzo.optim.Adam, {"lr": 0.05}),
         "mezzo.SGD": (mezzo.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
         "mezzo.Lion": (mezzo.optim.Lion, {"lr": 0.01}),
+        "mezzo.Muon": (mezzo.optim.Muon, {"lr": 0.05, "adamw": {"lr": 0.05}}),
     }
 
 
@@ -232,7 +233,7 @@ def through_a_file(value):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "Rprop", "Adagrad", "SGD", "mezzo.AdamW"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "Rprop", "Adagrad", "SGD", "mezzo.AdamW", "mezzo.Muon"])
 @pytest.mark.parametrize("goes_on", ["in halves", "plain"])
 def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, goes_on):
     twins = Twins(making(name))

@@ -301,7 +301,8 @@ def _written_out(args: Any, kwargs: Any) -> Instead | None:
 MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split())
 
 
-#: By the op's base name. A rule on the op is about all of its calls, and these are not asked.
+#: By the op's base name. A rule on the op is about all of its calls, and these are not asked. What runs inside regions
+#: of its own, as the chunks of a loss, adds itself.
 BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
     **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), AskProducts(_inner(0, "input self mat1"))),
     # An outer product added to a matrix is low on torch's CUDA list, by its name.

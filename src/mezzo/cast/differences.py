@@ -456,12 +456,17 @@ def _functions_to_open(handlers: Mapping[Any, Handler]) -> Mapping[Callable[...,
         more = {
             function: copy
             for function, copy in OPENED.items()
-            if function not in handlers and function not in opened and names & set(_calls(copy))
+            if function not in opened and names & set(_calls(copy)) and _is_composite(handlers.get(function))
         }
         if not more:
             return opened
         opened.update(more)
         names |= {function.__name__ for function in more}
+
+
+def _is_composite(handler: Handler | None) -> bool:
+    """Whether what a function is made of decides about it: it has no handler, or one that asks for its arguments."""
+    return handler is None or (handler.by_arguments and OPS[handler.op].reason == "composite")
 
 
 def _calls(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -218,7 +218,7 @@ class PolicyMode(TorchFunctionMode):
             if instead is not None:
                 handler = next(answer for answer in handler.answers if answer.treatment == instead.treatment)
             elif handler.treatment == "native" and handler.written == "left":
-                return _run_plain(differences, func, args, kwargs)
+                handler = None
         if handler is not None:
             return _carry_out(handler, differences, self.casts, func, args, kwargs)
         if opened is not None:
@@ -303,7 +303,8 @@ def _is_idle(func: Any, differences: Differences, args: Any, kwargs: Any) -> boo
     if (handler := differences.handlers.get(func)) is not None:
         if not handler.by_arguments or handler.treatment != "native" or handler.written != "left":
             return False
-        return BY_ARGUMENTS[handler.op](args, kwargs) is None
+        if BY_ARGUMENTS[handler.op](args, kwargs) is not None:
+            return False
     return not (func in differences.opened or func in DIFFERENTIATE or type(func) in _OPERATORS)
 
 

@@ -123,11 +123,13 @@ class Ranks:
             UnsupportedError: A parameter is a sum over ranks that was never taken.
         """
         shards = Shards()
+        same_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}  # equal meshes may have groups of their own
         for param in filter(is_distributed, params):
             if id(param) not in shards.indices and (groups := _groups_of(param, name_of)):
                 index = shards.indices[id(param)] = len(shards.indices)
                 for group in groups:
-                    shards.groups.setdefault(group, []).append(index)
+                    members = tuple(dist.get_process_group_ranks(group))
+                    shards.groups.setdefault(same_ranks.setdefault(members, group), []).append(index)
         for group in shards.groups:
             self.require_within(group, "parameters are sharded over")
         return shards

@@ -203,30 +203,6 @@ class Asked:
             record.num_bytes for record in only_emulated
         )
 
-    def logits(self) -> list[Account]:
-        """Return the casts that widen what a softmax over the last dimension reads, of a loss or of a product."""
-        widened: dict[int, tuple[bool, tuple[Account, ...]]] = {}
-        widening: dict[Account, None] = {}
-        for record in self._forward():
-            of_read = next((widened[value.number] for value in record.reads if value.number in widened), None)
-            is_product, accounts = of_read or (False, ())
-            if record.effect == "cast":
-                widens = record.reads[0].dtype.itemsize < record.gives[0].dtype.itemsize
-                if widens and record.by != "emulation":
-                    accounts = (*accounts, self.accounts[record])
-            elif record.flops is not None:
-                is_product, accounts = any(self.table.role_of(factor) == "parameter" for factor in _factors(record)), ()
-            elif record.effect != "rearranging" or of_read is None:
-                if record.name in ("softmax", "log_softmax") and _is_over_last(record):
-                    widening |= dict.fromkeys(accounts if is_product or record.name == "log_softmax" else ())
-                continue
-            widened.update((value.number, (is_product, accounts)) for value in record.gives)
-        return list(widening)
-
-    def num_bytes(self, accounts: list[Account]) -> int:
-        """Return what the casts on some accounts read and write."""
-        return sum(record.num_bytes for record, account in self.accounts.items() if account in accounts)
-
     # Products -----------------------------------------------------------------------------------------
 
     def _multiplying(self) -> Iterator[tuple[KernelRecord, str]]:
@@ -280,12 +256,6 @@ class Asked:
 
 def _factors(record: KernelRecord) -> Sequence[Value]:
     return factors(record.kernel, record.reads)
-
-
-def _is_over_last(record: KernelRecord) -> bool:
-    """Whether a softmax is over the last dimension."""
-    num_dims = len(record.reads[0].shape)
-    return record.constants[0] % max(1, num_dims) == num_dims - 1
 
 
 def _row(call: CallRecord, inside: _CallSeen) -> Row:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from mezzo.explanation.asking import Asked, IntegerRead
+from mezzo.explanation.logits import logits
 from mezzo.explanation.low_numbers import LowNumbers
-from mezzo.explanation.rows import Finding, Product, Row, as_glob, byte_text, folded, format_text, share_text
+from mezzo.explanation.rows import Finding, Product, Row, as_glob, folded, format_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
 from mezzo.policy.rules import both, exact
@@ -51,11 +52,6 @@ COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
     }.items()
 }
 
-#: The cast of the logits is worth a word where it has such a share of the bytes of all casts, and of all kernels: where
-#: there are few classes and hardly a cast, it would be most of nothing.
-_LARGE_SHARE: Final = 0.25
-_WORTH_A_WORD: Final = 0.01
-
 
 def findings(
     model: nn.Module,
@@ -82,7 +78,7 @@ def findings(
         *_fp32_products(policy, seen.products),
         *_lost_integers(integer_reads),
         *low_numbers.findings({line or location_text(module, op) for module, op, line, _ in integer_reads}),
-        *_logits(seen),
+        *logits(seen.table),
         *_tied(model, policy, seen.rows),
     ]
     if not has_backward:
@@ -185,7 +181,7 @@ def _fp32_products(policy: Policy, products: tuple[Product, ...]) -> Iterator[Fi
             yield Finding(kind="FP32 product", where=location_text(product.module, product.op, product.line), text=text)
 
 
-# What users ask for: positions, logits, tied weights --------------------------------------------------
+# What users ask for: positions, tied weights --------------------------------------------------
 
 
 def _lost_integers(reads: Iterable[IntegerRead]) -> Iterator[Finding]:
@@ -213,23 +209,6 @@ def _lost_integers(reads: Iterable[IntegerRead]) -> Iterator[Finding]:
         yield Finding(
             kind="lost integers", where=location_text(fold.text if len(fold.rows) > 1 else module, op, line), text=text
         )
-
-
-def _logits(seen: Asked) -> Iterator[Finding]:
-    """Yield the cast of the logits where it is a large share of what all casts read and write."""
-    total = seen.num_bytes([account for account in seen.accounts.values() if account.by != "emulation"])
-    logits = seen.logits()
-    size = seen.num_bytes(logits)
-    if not size or size < _LARGE_SHARE * total or size < _WORTH_A_WORD * seen.moved_bytes():
-        return
-    first = max(logits, key=lambda account: seen.num_bytes([account])).cast
-    op = "" if first.call.hidden else first.call.op
-    write = "the loss in chunks of rows, for part in hidden.split(1024), which holds a part of the logits at a time"
-    if hasattr(torch.nn.functional, "linear_cross_entropy"):
-        write = f"torch.nn.functional.linear_cross_entropy, which never holds all logits; or {write}"
-    cost = f"{byte_text(size)}, {share_text(size, total)} of what all casts read and write"
-    text = f"the cast of the logits to FP32, and of their gradient back, takes {cost}: write {write}"
-    yield Finding(kind="logits", where=location_text(first.module, op, first.call.line).rstrip(), text=text)
 
 
 def _tied(model: nn.Module, policy: Policy, rows: tuple[Row, ...]) -> Iterator[Finding]:

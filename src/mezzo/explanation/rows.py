@@ -240,7 +240,7 @@ class Finding:
             computes in low precision, by its own decision or not, with its share of the FLOPs of all products in the
             forward pass. ``no backward``: nothing
             requires a gradient. ``lost integers``: positions, indices or times, exact in FP32, are rounded on their
-            way into a low product. ``logits``: their cast is a large share of all casts. ``tied weights``: one tensor
+            way into a low product. ``logits``: they are the largest activation. ``tied weights``: one tensor
             under two names, of which a rule speaks about one. Of numbers that sixteen bits do not hold: ``sum by
             hand``, ``positions``, ``basis`` (a filter bank, or another product with constants), ``criterion`` (a loss
             that computes low), ``forward derivative`` and ``codes`` (integers that are read off low numbers).

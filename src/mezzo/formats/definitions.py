@@ -222,6 +222,30 @@ class Format:
             return math.nan
         return math.ldexp(1.0, self._binade(value) - self.mantissa_bits)
 
+    def spacings(self, tensor: Tensor) -> Tensor:
+        """Return :meth:`spacing` of every element, from the bits of its exponent.
+
+        Args:
+            tensor: float16, bfloat16, float32 or float64, any shape and device.
+
+        Returns:
+            Exact powers of two in float64, NaN where there is no grid.
+
+        Raises:
+            PolicyError: It is no such tensor.
+
+        **Cost**: no host sync; 16 bytes of scratch memory per element.
+
+        Example:
+            >>> BF16.spacings(torch.tensor([1.0, -2.5, 0.0])).log2()
+            tensor([  -7.,   -6., -133.], dtype=torch.float64)
+        """
+        self._check(tensor)
+        values = tensor.detach().double()
+        steps = self._steps(values)
+        has_grid = values.abs() <= self.max
+        return steps.masked_fill_(~(has_grid if self.signed else has_grid & (values >= 0.0)), math.nan)
+
     def round(self, tensor: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Round every element to the format's grid, in the tensor's own dtype.
 
@@ -347,14 +371,18 @@ class Format:
             return rounded
         return rounded.clamp_(-self.max, self.max).nan_to_num_(nan=self.max)
 
+    def _steps(self, values: Tensor) -> Tensor:
+        """Return the spacing at float64 values, and beyond the range that of the binade above it."""
+        power = (values.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)  # the exponent alone
+        # 2^floor(log2|x|), within the format's binades: zeros and subnormals share the lowest one, and
+        # what is beyond the highest stays beyond it whatever the spacing.
+        return power.clamp_(min=self.smallest_normal, max=2.0 * self.max).mul_(self.eps)
+
     def _unbounded64(
         self, values: Tensor, stochastic: bool = False, generator: torch.Generator | None = None
     ) -> Tensor:
         """Round so, with infinity or NaN for what is beyond the range in a format that has no NaN, too."""
-        power = (values.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)  # the exponent alone
-        # 2^floor(log2|x|), held to the format's binades: zeros and subnormals share the lowest one, and
-        # what is beyond the highest stays beyond it whatever the spacing.
-        step = power.clamp_(min=self.smallest_normal, max=2.0 * self.max).mul_(self.eps)
+        step = self._steps(values)
         steps = values.abs().div_(step)
         rounded = steps.round()
         if stochastic:

@@ -1,6 +1,7 @@
 """Evidence about numbers: where they lie, what a format would lose, which updates vanish, which ops need FP32."""
 
 from mezzo.numerics.diagnosis import Alert, Diagnosis, FormatAnswer, diagnose
+from mezzo.numerics.distances import Distance, LogProbs
 from mezzo.numerics.evidence import (
     KINDS,
     Evidence,
@@ -12,6 +13,7 @@ from mezzo.numerics.evidence import (
 )
 from mezzo.numerics.evidence import read as read_evidence
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
+from mezzo.numerics.parity import ModuleParity, Parity, parity
 from mezzo.numerics.recorder import Recorder
 from mezzo.numerics.tuning import Candidate, Tuned, TuningEvidence, tune
 from mezzo.numerics.watches import swallowed
@@ -21,10 +23,14 @@ __all__ = [
     "Alert",
     "Candidate",
     "Diagnosis",
+    "Distance",
     "Evidence",
     "ExponentHistogram",
     "FormatAnswer",
+    "LogProbs",
+    "ModuleParity",
     "OperandLosses",
+    "Parity",
     "RecordedOperand",
     "RecordedStep",
     "RecordedTensor",
@@ -34,6 +40,7 @@ __all__ = [
     "TuningEvidence",
     "diagnose",
     "exponent_histogram",
+    "parity",
     "read_evidence",
     "swallowed",
     "tune",

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mezzo.compiling import INSIDE, inside, is_compiled
-from mezzo.distributed.exchange import Ranks
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.formats import Format
 from mezzo.numerics.evidence import RecordedModule, kind_of
 from mezzo.numerics.histogram import standing_alone
 from mezzo.policy.rules import as_named, lies_in
 from mezzo.scale.state import inverse
-from mezzo.sharded import units
+from mezzo.sharded import is_distributed
 from mezzo.tensors import dtype_name
 
 WHY_UNSEEN: Final = "compiled code does not call the modules, and keeps few of the tensors between them"
@@ -135,8 +135,10 @@ class Subject:
 
     def group(self) -> Any:
         """Return the ranks that a wrapped or sharded model is trained on; ``None`` for any other model."""
-        if isinstance(self.model, DistributedDataParallel) or units(self.model):
-            return Ranks.of().group if Ranks.of().size > 1 else None
+        if isinstance(self.model, DistributedDataParallel) or any(map(is_distributed, self.model.parameters())):
+            # No Ranks are made, which sessions are numbered by: ranks may differ in how often they ask.
+            is_begun = dist.is_available() and dist.is_initialized()
+            return dist.group.WORLD if is_begun and dist.get_world_size() > 1 else None
         return None
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:

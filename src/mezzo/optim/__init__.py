@@ -5,6 +5,7 @@ what a weight in halves is to every other optimizer, in ``mezzo.weights``.
 """
 
 from mezzo.optim.classes import SGD, Adam, AdamW, Lion
+from mezzo.optim.muon import Muon, matrices_of
 from mezzo.optim.optimizer import OnePassOptimizer
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion", "OnePassOptimizer"]
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon", "OnePassOptimizer", "matrices_of"]

@@ -13,8 +13,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from mezzo.errors import PolicyError, closest, message, nearest, raise_together, shown, some_of
+from mezzo.errors import PolicyError, closest, message, nearest, raise_together, shown, some_of, unknown_word
 from mezzo.sharded import flags_of_all, is_distributed, local
+from mezzo.step.matrix import RATIOS
 from mezzo.tensors import CASTABLE, described, dtype_name, dtype_of
 
 Group: TypeAlias = dict[str, Any]
@@ -102,6 +103,19 @@ def with_dtype_name(group: Mapping[str, Any]) -> dict[str, Any]:
     return {**group, "state_dtype": dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype}
 
 
+def frozen(value: Any) -> Any:
+    """Return a value of a group as a step reads it on the host: no list, and no tensor, that a program may write to."""
+    if isinstance(value, Tensor | numpy.generic):
+        return value.item()
+    return tuple(map(frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+def rate_dtype(group: Mapping[str, Any]) -> torch.dtype:
+    """Return the dtype in which a group has its learning rate: float64, or that of a tensor."""
+    rate = group["lr"]
+    return rate.dtype if isinstance(rate, Tensor) and rate.is_floating_point() else torch.float64
+
+
 def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
     for name, (least, example) in _LEAST.items():
         if not is_number(group.get(name, 0.0), least, math.inf):
@@ -114,7 +128,9 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(is_number(b, 0.0, 1.0) for b in betas)):
         why = "each is from 0 to below 1"
         yield PolicyError(f"betas are {betas!r}", where=where, why=why, write="betas=(0.9, 0.999)")
-    if group.get("nesterov") and (not group.get("momentum") or group.get("dampening")):
+    yield from _wrong_settings(group, where)
+    # Without a dampening it is Muon's, which without momentum looks nowhere.
+    if group.get("nesterov") and "dampening" in group and (not group.get("momentum") or group.get("dampening")):
         yield PolicyError(
             "nesterov needs momentum and no dampening",
             where=f"momentum={group.get('momentum')}, dampening={group.get('dampening')}",
@@ -125,6 +141,21 @@ def _problems(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
         write = f'state_dtype="{closest(wrong, _STATE_DTYPES) or "bfloat16"}"'
         yield PolicyError(f"unknown state_dtype {wrong!r}", why=nearest(wrong, _STATE_DTYPES), write=write)
     yield from wrong_weights(group.get("params"))
+
+
+def _wrong_settings(group: Mapping[str, Any], where: str) -> Iterator[PolicyError]:
+    """Yield what is wrong with Muon's values in a group."""
+    steps, numbers = group.get("ns_steps", 0), group.get("ns_coefficients", (0.0, 0.0, 0.0))
+    if isinstance(steps, bool) or not isinstance(steps, int | numpy.integer) or not 0 <= steps < 100:
+        why = "the polynomial is applied so often: a whole number from 0 to 99"
+        yield PolicyError(f"ns_steps is {in_words(steps)}", where=where, why=why, write="ns_steps=5")
+    are_numbers = isinstance(numbers, tuple | list) and all(is_number(n, -math.inf, math.inf) for n in numbers)
+    if not are_numbers or len(numbers) != 3:
+        why, write = "they are three finite numbers", "ns_coefficients=(3.4445, -4.775, 2.0315)"
+        yield PolicyError(f"ns_coefficients are {numbers!r}", where=where, why=why, write=write)
+    word = group.get("adjust_lr_fn")
+    if not isinstance(word, str | None) or word not in RATIOS:
+        yield unknown_word("adjust_lr_fn", word, [name for name in RATIOS if name is not None])
 
 
 def is_number(value: Any, least: float, end: float) -> bool:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import chain, compress, repeat
-from operator import attrgetter, contains, is_, is_not, itemgetter
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -23,19 +22,24 @@ from mezzo.optim.groups import (
     changes_nothing,
     check_arguments,
     check_group,
+    frozen,
+    rate_dtype,
     require_ordered,
     with_dtype_name,
     wrong_weights,
 )  # fmt: skip
+from mezzo.optim.planned import Cohort, Count, PreparedStep, Ready, StepInputs, UpdatePlan
 from mezzo.optim.state_dicts import check_state, counts_of, first_count, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, shared
+from mezzo.step.executors.whole import WholeUpdate
 from mezzo.step.gradients import clear_to_zeros
+from mezzo.step.matrix import NATIVE, Products
 from mezzo.step.moments import name_of_codes, zeros
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.step.verdict import Bucket, BucketUpdate, Verdict, numbers_of_step
-from mezzo.tensors import LOW, described, dtype_name, versions
+from mezzo.step.verdict import Bucket, Verdict, numbers_of_step
+from mezzo.tensors import LOW, described, dtype_name
 from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
 
@@ -54,190 +58,11 @@ _KNOWN: Final = {*_PLAIN, Halves}
 _PARTS: Final = attrgetter("hi", "lo", "cell.decoded")
 _IS_LENT: Final = attrgetter("cell.is_lent")
 _PARAMS: Final = itemgetter("params")
-#: Of the count of a cohort: its memory, and the version that the last step has left there.
-_MEMORY: Final = attrgetter("count.counts")
 _NUMBER: Final = attrgetter("count.number")
 _RULE: Final = attrgetter("rule")
-_LEFT: Final = attrgetter("count.version")
 _GRADIENT: Final = attrgetter("grad")
-
-
-@dataclass(slots=True, eq=False)
-class _Count:
-    """How many updates some parameters have had: one number, of which the state of each has a view.
-
-    Attributes:
-        counts: (parameters,) int64.
-        number: The first of them, 0-d.
-        version: Of that memory, as the last step has left it: another one tells that a program has written there.
-    """
-
-    counts: Tensor
-    number: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, number: Tensor | int, size: int, device: torch.device) -> _Count:
-        """Count on from a number."""
-        tensor = torch.empty(size, dtype=torch.int64, device=device)
-        tensor.copy_(number) if isinstance(number, Tensor) else tensor.fill_(number)
-        return cls(tensor, tensor[0], tensor._version)
-
-    def is_whole(self) -> bool:
-        """Whether all parameters still have one count."""
-        return self.counts._version == self.version
-
-    def write(self, number: Tensor) -> None:
-        """Set all counts to another number."""
-        self.counts.copy_(number)
-        self.version = self.counts._version
-
-
-@dataclass(slots=True, eq=False)
-class _Ready:
-    """Parameters that are updated together, and what updates this rank's part of them.
-
-    Attributes:
-        params: The parameters.
-        indices: Theirs among all gradients of a step.
-        update: What updates them.
-        is_sharded: Whether they are DTensors.
-    """
-
-    params: list[Tensor]
-    indices: list[int]
-    update: BucketUpdate
-    is_sharded: bool
-
-
-@dataclass(slots=True, eq=False)
-class _Cohort:
-    """Parameters of one group on one device that were updated equally often: the numbers of a step are theirs together.
-
-    Attributes:
-        group: The group's number.
-        rule: The update rule.
-        hypers: The group's hyper-parameters on the device.
-        count: How often they were updated.
-        ready: The parameters, by how they are stored.
-    """
-
-    group: int
-    rule: UpdateRule
-    hypers: Hypers
-    count: _Count
-    ready: list[_Ready] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _StepInputs:
-    """What a step reads and a program may change between two steps, without a call that would show it.
-
-    Attributes:
-        options: Of each group: how many parameters, the options of its rule, and the dtype of moments.
-        params: All parameters.
-        have_gradients: Which of them have a gradient.
-        gradients: These gradients.
-        forms: Dtypes, shapes and devices of the parameters that have one.
-        memory: The tensors in which the values of parameters lie on this rank, where these are not parameters.
-    """
-
-    options: list[tuple[Any, ...]]
-    params: list[Tensor]
-    have_gradients: list[bool]
-    gradients: list[Tensor]
-    forms: list[Any]
-    memory: list[Any]
-
-
-class _UpdatePlan:
-    """What steps write: it holds until a step's inputs, or the entries of ``optimizer.state`` behind it, change.
-
-    Args:
-        inputs: What it was made for.
-        cohorts: What is updated, by group.
-        read: The names that a step reads of the state of each parameter, and other ones that tell of an edit.
-        state: The optimizer's.
-    """
-
-    def __init__(
-        self,
-        inputs: _StepInputs,
-        cohorts: list[_Cohort],
-        read: list[tuple[list[Tensor], tuple[str, ...], set[str]]],
-        state: Mapping[Any, Any],
-    ) -> None:
-        self.inputs, self.cohorts = replace(inputs, gradients=[]), cohorts
-        self.params = [param for cohort in cohorts for ready in cohort.ready for param in ready.params]
-        self.by_device: dict[torch.device, list[_Cohort]] = {}
-        for cohort in cohorts:
-            self.by_device.setdefault(cohort.count.number.device, []).append(cohort)
-        # Of several names, so that each returns a tuple.
-        self._read = [(params, itemgetter(*keys, *keys[:1]), others) for params, keys, others in read]
-        self._find(state)
-        self._held = self._look()
-
-    def _find(self, state: Mapping[Any, Any]) -> None:
-        """Find the entries of the parameters in a state."""
-        self._keys, self._values = [*state], [*state.values()]
-        self._entries: list[tuple[list[Any], itemgetter[Any], set[str]]] = [
-            ([*map(state.get, params)], read, others) for params, read, others in self._read
-        ]
-
-    def _look(self) -> list[Any]:
-        values: list[Any] = []
-        for entries, read, _ in self._entries:
-            values += chain.from_iterable(map(read, entries))
-        return values
-
-    def serves(self, inputs: _StepInputs, state: Mapping[Any, Any]) -> bool:
-        """Whether the plan holds for these inputs and this state; loops of C's."""
-        planned = self.inputs
-        return (
-            inputs.options == planned.options
-            and inputs.have_gradients == planned.have_gradients
-            and inputs.forms == planned.forms
-            and len(inputs.memory) == len(planned.memory)
-            and all(map(is_, inputs.params, planned.params))
-            and all(map(is_, inputs.memory, planned.memory))
-            and self.is_held(state)
-        )
-
-    def is_held(self, state: Mapping[Any, Any]) -> bool:
-        """Whether a state holds the tensors that the plan reads and writes: a program may put others there.
-
-        **Cost**: loops of C's, 0.3 µs a parameter.
-        """
-        keys, values = self._keys, self._values
-        if len(state) != len(keys) or not (all(map(is_, state, keys)) and all(map(is_, state.values(), values))):
-            self._find(state)
-        try:
-            if not all(map(is_, self._look(), self._held)):
-                return False
-        except (KeyError, TypeError):  # no mapping, or nothing of this name
-            return False
-        for entries, _, others in self._entries:
-            for name in others:
-                if any(map(contains, entries, repeat(name))):
-                    return False
-        return versions([*map(_MEMORY, self.cohorts)]) == [*map(_LEFT, self.cohorts)]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Prepared:
-    """The updates that a step is about to write, after everything that can be refused was.
-
-    Attributes:
-        verdict: Of the gradients; ``None`` where the flags are another library's.
-        updates: What updates a bucket, with the gradients, their verdict, the count and the rule's numbers.
-        counts: The counts of updates before this step, and the numbers after it.
-        params: All that is updated.
-    """
-
-    verdict: Verdict | None
-    params: list[Tensor]
-    updates: list[tuple[BucketUpdate, Sequence[Tensor], Verdict, Tensor, Tensor]] = field(default_factory=list)
-    counts: list[tuple[_Count, Tensor]] = field(default_factory=list)
+#: The options of each rule, by its name.
+_SWITCHES: Final = {name: tuple(sorted(update_rule.options)) for name, update_rule in RULES.items()}
 
 
 class OnePassOptimizer(Optimizer):
@@ -283,18 +108,36 @@ class OnePassOptimizer(Optimizer):
 
     def _start(self) -> None:
         """Set the attributes of an optimizer that has not planned a step."""
-        self._plan: _UpdatePlan | None = None
-        self._switches = tuple(sorted(RULES[self._rule].options))
-        self._counts: dict[int, _Count] = {}  # those of which states have views, by the id of the memory
+        self._plan: UpdatePlan | None = None
+        self._counts: dict[int, Count] = {}  # those of which states have views, by the id of the memory
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
-        self._prepared: _Prepared | None = None
+        self._prepared: PreparedStep | None = None
         self._verdict: Verdict | None = None  # of the step under way
         self.updates = 0
         self.rounds = False
 
     def rule_of(self, group: Group) -> UpdateRule:
         """Return a group's update rule."""
-        return rule(self._rule, *(option for option in self._switches if group[option]))
+        name = self.rule_name(group)
+        return rule(name, *(option for option in _SWITCHES[name] if group[option]))
+
+    def rule_name(self, group: Mapping[str, Any]) -> str:
+        """Return the name of a group's update rule."""
+        return self._rule
+
+    def matrices(self) -> Iterator[Tensor]:
+        """Yield the parameters whose rule is about whole matrices."""
+        return (p for group in self.param_groups if self.rule_of(group).is_whole for p in group["params"])
+
+    def settings_of(self, group: Group) -> tuple[Any, ...]:
+        """Return what a plan, and a captured step, has frozen of a group: its rule, and what that reads on the host."""
+        update_rule = self.rule_of(group)
+        settings = [frozen(group[name]) for name in update_rule.settings]
+        return (update_rule, *settings, *([rate_dtype(group)] if update_rule.is_whole else []))
+
+    def products_on(self, device: torch.device) -> Products:
+        """Return how a rule of whole matrices multiplies on a device."""
+        return NATIVE
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
@@ -377,14 +220,14 @@ class OnePassOptimizer(Optimizer):
         prepared = self._prepare(verdict)
         self._prepared = prepared if keep else None
 
-    def _prepare(self, verdict: Verdict | None) -> _Prepared:
+    def _prepare(self, verdict: Verdict | None) -> PreparedStep:
         """Return what a step is about to write; whatever can be refused is refused here.
 
         Args:
             verdict: Of the gradients. Without one, ``found_inf`` and ``grad_scale`` are those of another library.
         """
         plan, gradients = self._planned()
-        prepared = _Prepared(verdict, plan.params)
+        prepared = PreparedStep(verdict, plan.params)
         for device, cohorts in plan.by_device.items():
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
             numbers: list[Tensor] = [here.found_inf, *map(_NUMBER, cohorts)]
@@ -401,7 +244,7 @@ class OnePassOptimizer(Optimizer):
                     prepared.updates.append((ready.update, ready.update.ready(grads), here, step, scalars))
         return prepared
 
-    def _write(self, prepared: _Prepared) -> None:
+    def _write(self, prepared: PreparedStep) -> None:
         """Update, or skip. What comes in the middle ends the step half-way: no signal does."""
         self.updates += 1  # before the first write
         for update, gradients, verdict, step, scalars in prepared.updates:
@@ -434,7 +277,7 @@ class OnePassOptimizer(Optimizer):
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _planned(self) -> tuple[_UpdatePlan, list[Tensor]]:
+    def _planned(self) -> tuple[UpdatePlan, list[Tensor]]:
         """Return the plan of a step, made anew if an input has changed since the last one, and the gradients.
 
         Parameters that no kernel could update are refused before anything is made.
@@ -445,7 +288,7 @@ class OnePassOptimizer(Optimizer):
             plan = self._plan_anew(inputs)
         return plan, inputs.gradients
 
-    def _step_inputs(self) -> _StepInputs:
+    def _step_inputs(self) -> StepInputs:
         groups, all_params = self.param_groups, []
         lists = [*map(_PARAMS, groups)]
         for params in lists:
@@ -463,10 +306,8 @@ class OnePassOptimizer(Optimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        return _StepInputs(
-            options=[
-                (len(g["params"]), g["state_dtype"], *map(bool, map(g.__getitem__, self._switches))) for g in groups
-            ],
+        return StepInputs(
+            options=[(len(g["params"]), g["state_dtype"], *self.settings_of(g)) for g in groups],
             params=all_params,
             have_gradients=have,
             gradients=gradients,
@@ -474,7 +315,7 @@ class OnePassOptimizer(Optimizer):
             memory=_memory_of(params),
         )
 
-    def _plan_anew(self, inputs: _StepInputs) -> _UpdatePlan:
+    def _plan_anew(self, inputs: StepInputs) -> UpdatePlan:
         """Plan steps, and let the state hold what they read and write."""
         with_gradient = iter(inputs.have_gradients)
         wanted = [
@@ -483,7 +324,7 @@ class OnePassOptimizer(Optimizer):
         ]
         states_by_group = [self._taken(number, group, params) for number, group, params in wanted]
         self._plan = None  # and let go of moments that nothing reads any more
-        cohorts: list[_Cohort] = []
+        cohorts: list[Cohort] = []
         for (number, group, params), taken_of_each in zip(wanted, states_by_group, strict=True):
             first = sum(len(earlier) for _, _, earlier in wanted[:number])
             cohorts += self._cohorts(number, group, params, taken_of_each, first)
@@ -498,10 +339,10 @@ class OnePassOptimizer(Optimizer):
                 put(self.state[param], moments, rule_of_group.states)
             read.append((params, keys, set(rule_of_group.states).difference(keys)))  # beside codes programs may put
         self._keep_counts(cohorts)
-        self._plan = _UpdatePlan(inputs, cohorts, read, self.state)
+        self._plan = UpdatePlan(inputs, cohorts, read, self.state)
         return self._plan
 
-    def _taken(self, number: int, group: Group, params: list[Tensor]) -> list[tuple[dict[str, Any], _Count | int]]:
+    def _taken(self, number: int, group: Group, params: list[Tensor]) -> list[tuple[dict[str, Any], Count | int]]:
         """Return what the state holds of some parameters, as a step takes it, and how often each was updated.
 
         By the same object where that is the same number.
@@ -516,7 +357,7 @@ class OnePassOptimizer(Optimizer):
         begun = [count or first_count(state, group) for state, count in zip(states, counts, strict=True)]
         return list(zip(states, begun, strict=True))
 
-    def _counts_of(self, steps: list[Any]) -> list[_Count | int]:
+    def _counts_of(self, steps: list[Any]) -> list[Count | int]:
         """Return how often parameters were updated; without a look at the device where no program has written to it."""
         previous = [self._counts.get(id(step._base)) if isinstance(step, Tensor) else None for step in steps]
         unchanged = [None if count is None or not count.is_whole() else count for count in previous]
@@ -528,9 +369,9 @@ class OnePassOptimizer(Optimizer):
         number: int,
         group: Group,
         params: list[Tensor],
-        taken_of_each: list[tuple[dict[str, Any], _Count | int]],
+        taken_of_each: list[tuple[dict[str, Any], Count | int]],
         first: int,
-    ) -> Iterator[_Cohort]:
+    ) -> Iterator[Cohort]:
         """Yield what updates a group's parameters: together those with one count, and in a bucket those stored alike.
 
         Args:
@@ -554,12 +395,13 @@ class OnePassOptimizer(Optimizer):
             key = param.dtype, halves and halves[0].dtype, seeded
             counted_alike.setdefault((param.device, which, type(count)), {}).setdefault(key, []).append(index)
         keys = keys_of(update_rule, dtype)
+        settings = {name: frozen(group[name]) for name in update_rule.settings}
         for indices_by_kind in counted_alike.values():
             members = [index for indices in indices_by_kind.values() for index in indices]
             device, states = params[members[0]].device, [taken_of_each[index][0] for index in members]
             count = _counted(states, taken_of_each[members[0]][1], device)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
-            cohort = _Cohort(number, update_rule, hypers, count)
+            cohort = Cohort(number, update_rule, hypers, count)
             for indices in indices_by_kind.values():
                 together = [params[index] for index in indices]
                 halved = [halves_of_param for index in indices if (halves_of_param := parts[index]) is not None]
@@ -573,12 +415,17 @@ class OnePassOptimizer(Optimizer):
                     states=[kept_of(taken_of_each[index][0], keys) for index in indices],
                     # Copies of a shard are rounded alike at random, and two shards are not.
                     seed=number + (number_of_shard(together[0]) << 16),
+                    params=together if update_rule.is_whole else (),
+                    settings=settings,
+                    rate_dtype=rate_dtype(group),
+                    products=self.products_on(device) if update_rule.is_whole else NATIVE,
                 )
-                update, is_sharded = executor_for(device).update_of(bucket), any(map(is_distributed, together))
-                cohort.ready.append(_Ready(together, [first + index for index in indices], update, is_sharded))
+                update_of = WholeUpdate if update_rule.is_whole else executor_for(device).update_of
+                update, is_sharded = update_of(bucket), any(map(is_distributed, together))
+                cohort.ready.append(Ready(together, [first + index for index in indices], update, is_sharded))
             yield cohort
 
-    def _keep_counts(self, cohorts: list[_Cohort]) -> None:
+    def _keep_counts(self, cohorts: list[Cohort]) -> None:
         """Keep the counts of which the state has views."""
         counts = {id(cohort.count.counts): cohort.count for cohort in cohorts}
         step_counts = [state.get("step") for param in self._params() if (state := self.state.get(param))]
@@ -627,7 +474,7 @@ class OnePassOptimizer(Optimizer):
         for hook in before:
             replaced = hook(self, loaded)
             loaded = loaded if replaced is None else replaced
-        check_state(loaded, self._rule)
+        check_state(loaded, [*map(self.rule_name, self.param_groups)])
         state, groups = restored(loaded, self.param_groups, self.rule_of)
         # torch's own: that of this class would forget what a session has set.
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
@@ -636,7 +483,7 @@ class OnePassOptimizer(Optimizer):
             hook(self)
 
 
-def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.device) -> _Count:
+def _counted(states: list[dict[str, Any]], count: Count | int, device: torch.device) -> Count:
     """Return a new count for some parameters, of which each one's state gets a view.
 
     Args:
@@ -644,10 +491,10 @@ def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.de
         count: How often they were updated.
         device: Theirs.
     """
-    if isinstance(count, _Count) and len(count.counts) == len(states):
+    if isinstance(count, Count) and len(count.counts) == len(states):
         return count  # others have none of it
     with torch.inference_mode(mode=False):  # where tensors would have no version
-        count_of_all = _Count.of(count if isinstance(count, int) else count.number, len(states), device)
+        count_of_all = Count.of(count if isinstance(count, int) else count.number, len(states), device)
         for state, step in zip(states, count_of_all.counts.unbind(), strict=True):
             state["step"] = step
     return count_of_all

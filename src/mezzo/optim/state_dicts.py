@@ -9,6 +9,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain, repeat
 from numbers import Real
 from typing import Any, Final
 
@@ -36,17 +37,17 @@ _MOMENTS: Final = tuple(dict.fromkeys(name for update_rule in RULES.values() for
 #: would go on without them, and end in an error now.
 _BEGUN: Final = {"momentum_buffer": "codes"}
 #: What a loaded state does not change of a group: its parameters, and how the moments lie in memory.
-_OWN: Final = ("params", "state_dtype")
+_OWN: Final = ("params", "state_dtype", "adamw")
 
 # What is no state of an optimizer's, found before anything is changed.
 
 
-def check_state(state_dict: Mapping[str, Any], name: str) -> None:
-    """Raise for a value that is no optimizer's state, or the state of one that decays weights in another way.
+def check_state(state_dict: Mapping[str, Any], rule_names: Sequence[str]) -> None:
+    """Raise for a value that is no optimizer's state, or the state of one that updates weights in another way.
 
     Args:
         state_dict: What is to be loaded.
-        name: The optimizer's update rule.
+        rule_names: The update rule of each of the optimizer's groups.
 
     Raises:
         StateError: With what is missing or different.
@@ -60,9 +61,11 @@ def check_state(state_dict: Mapping[str, Any], name: str) -> None:
             where=f"keys {', '.join(map(str, state_dict)) or 'none'}",
             write=write,
         )
-    if wrong := list(_malformed(state_dict, RULES[name].states)):
+    # Of more groups than there are torch says it.
+    groups = [*zip(state_dict["param_groups"], chain(rule_names, repeat(rule_names[0])), strict=False)]
+    if wrong := [problem for group, name in groups for problem in _malformed(state_dict, group, RULES[name].states)]:
         raise StateError("this is no optimizer's state", where=some_of(wrong), write=write)
-    for number, group in enumerate(state_dict["param_groups"]):
+    for number, (group, name) in enumerate(groups):
         decoupled = group.get("decoupled_weight_decay")
         if not is_number(decay := group.get("weight_decay", 0.0), 0.0, math.inf):
             continue  # which every group is asked about later
@@ -76,12 +79,30 @@ def check_state(state_dict: Mapping[str, Any], name: str) -> None:
             )
 
 
-def _malformed(state_dict: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Yield what no optimizer has written of a parameter; of containers of another kind Python says it."""
-    for group in state_dict["param_groups"]:
-        for index in group["params"]:
-            if index in state_dict["state"]:
-                yield from _malformed_entry(state_dict["state"][index], f"state[{index!r}]", names)
+def _require_same_rule(state_dict: Mapping[str, Any], number: int, group: Mapping[str, Any], name: str) -> None:
+    """Refuse a group that another rule has updated, by what it says, or by the moments of its parameters."""
+    entries = {index: state_dict["state"][index] for index in group["params"] if index in state_dict["state"]}
+    own_moments = {*RULES[name].states, *map(moments.name_of_codes, RULES[name].states)}
+    other_moments = {*_MOMENTS, *map(moments.name_of_codes, _MOMENTS)} - own_moments
+    foreign = [
+        f"state[{index!r}] has {', '.join(sorted(other_moments & entry.keys()))}"
+        for index, entry in entries.items()
+        if not own_moments & entry.keys() and other_moments & entry.keys()
+    ]
+    if foreign or bool(group.get("adamw", name == "adamw")) != (name == "adamw"):
+        raise StateError(
+            f"the saved state of group {number} is {'not ' * (name == 'adamw')}AdamW's",
+            where=some_of(foreign) or f"group {number}, adamw={group['adamw']}",
+            why=f"this group is updated by {'AdamW' if name == 'adamw' else 'Muon'}, whose history is another one",
+            write="groups as they were when it was saved; or optimizer.load_state_dict of an optimizer made alike",
+        )
+
+
+def _malformed(state_dict: Mapping[str, Any], group: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    """Yield what no optimizer has written of a group's parameters; of containers of another kind Python says it."""
+    for index in group["params"]:
+        if index in state_dict["state"]:
+            yield from _malformed_entry(state_dict["state"][index], f"state[{index!r}]", names)
 
 
 def _malformed_entry(entry: Any, at: str, names: Sequence[str]) -> Iterator[str]:
@@ -294,8 +315,10 @@ def restored(
     continued: list[Group] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
     known_keys = set()
-    for mine, theirs in zip(groups, given["param_groups"], strict=True):
-        group = {**mine, **theirs, **{name: mine[name] for name in _OWN}}
+    for number, (mine, theirs) in enumerate(zip(groups, given["param_groups"], strict=True)):
+        if "adamw" in mine:
+            _require_same_rule(given, number, theirs, rule_of(mine).name)
+        group = {**mine, **theirs, **{name: mine[name] for name in _OWN if name in mine}}
         check_group({**group, "params": None})
         continued.append(group)
         known_keys.update(theirs["params"])

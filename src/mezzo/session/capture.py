@@ -543,7 +543,7 @@ def _held(engine: Engine) -> dict[str, Any]:
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]
             settings[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
             settings[f"state of {name} as its steps have left it"] = [one_pass_optimizer.is_followed()]
-            settings[f"rules of {name}"] = [one_pass_optimizer.rule_of(group) for group in optimizer.param_groups]
+            settings[f"rules of {name}"] = [one_pass_optimizer.settings_of(group) for group in optimizer.param_groups]
     return settings | _options([optimizer for optimizer in weights.optimizers if as_one_pass(optimizer) is None])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from mezzo.backward import set_thread_owner
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
+from mezzo.sharded import is_distributed
 from mezzo.step.verdict import JudgedGradients
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def reaction(
         unreduced: Returns the context in which a backward pass exchanges nothing with other ranks.
 
     Raises:
-        UnsupportedError: ``"locate"``, and the models are sharded.
+        UnsupportedError: ``"locate"``, and the models are sharded, or cut by tensor parallelism.
 
     **Cost**: with ``"locate"`` and ``"raise"`` one host sync a step.
     """
@@ -116,6 +117,15 @@ def reaction(
                 where=f"{len(weights.units)} modules that are gathered",
                 why="the rank that overflowed would run its batch again, and all ranks gather parameters together",
                 write='on_overflow="skip"; mezzo.overflow.locate with the batch and a model that is not sharded',
+            )
+        if cut := [
+            name for model in weights.models for name, param in model.named_parameters() if is_distributed(param)
+        ]:
+            raise UnsupportedError(
+                "an overflow in a model that tensor parallelism has cut cannot be located in the run",
+                where=some_of(cut),
+                why="the rank that overflowed would run its batch again, and ranks compute its products together",
+                write='on_overflow="skip"; mezzo.overflow.locate with the batch and a model that is not cut',
             )
         from mezzo.overflow import Replay  # which only such a session needs
 

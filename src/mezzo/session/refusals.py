@@ -16,6 +16,7 @@ from mezzo.cast import Prepared
 from mezzo.cast.model.checks import unfit
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
 from mezzo.hooks import is_ours, owner_of, step_hooks
+from mezzo.optim.muon import embeddings
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
@@ -140,12 +141,14 @@ class _CheckedOptimizer:
         optimizer: The optimizer.
         policy: The session's policy.
         names: The names of the models' parameters.
+        embeddings: The parameters of the models' embeddings.
         dtypes: The dtypes that these are going to have, where the session has the optimizer already; else ``None``.
     """
 
     optimizer: Optimizer
     policy: Policy
     names: dict[Tensor, str]
+    embeddings: set[Tensor]
     dtypes: Mapping[Tensor, torch.dtype] | None = None
 
     @property
@@ -215,9 +218,9 @@ def _of_optimizers(
 ) -> Iterator[MezzoError]:
     if len(set(optimizers)) < len(optimizers):
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
-    names = _names(models)
+    names, of_embeddings = _names(models), {param for model in models for param in embeddings(model)}
     for optimizer in optimizers:
-        checked = _CheckedOptimizer(optimizer, policy, names, dtypes)
+        checked = _CheckedOptimizer(optimizer, policy, names, of_embeddings, dtypes)
         for error_of in _REFUSALS:
             if (error := error_of(checked)) is not None:
                 yield error
@@ -267,6 +270,21 @@ def _foreign_params_error(checked: _CheckedOptimizer) -> MezzoError | None:
         why="casts and halves would not reach them; was the model copied, rebuilt or given to fully_shard "
         "after the optimizer?",
         write=f"{checked.class_name}(model.parameters(), …) after the model is final",
+    )
+
+
+def _embedding_error(checked: _CheckedOptimizer) -> MezzoError | None:
+    one_pass_optimizer = as_one_pass(checked.optimizer)
+    if one_pass_optimizer is None:
+        return None
+    tables = [checked.names[param] for param in one_pass_optimizer.matrices() if param in checked.embeddings]
+    if not tables:
+        return None
+    return UnsupportedError(
+        f"{checked.class_name} updates an embedding",
+        where=some_of(tables),
+        why="an orthogonal step moves every row, also those of tokens that no batch has had",
+        write="mezzo.optim.Muon(mezzo.optim.matrices_of(model, lr=3e-4)): AdamW for embeddings and heads tied to them",
     )
 
 
@@ -390,6 +408,6 @@ def _eps_error(checked: _CheckedOptimizer) -> MezzoError | None:
 
 #: In the order in which they are looked at; the first that holds is said of an optimizer.
 _REFUSALS: Final[tuple[Callable[[_CheckedOptimizer], MezzoError | None], ...]] = (
-    _no_params_error, _meta_error, _taken_error, _foreign_params_error, _fused_sgd_error, _low_alone_error,
-    _held_state_error, _eps_error,
+    _no_params_error, _meta_error, _taken_error, _foreign_params_error, _embedding_error, _fused_sgd_error,
+    _low_alone_error, _held_state_error, _eps_error,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Update rules as pure functions of one element: what AdamW, Adam, SGD and Lion do, and nothing about where.
+"""Update rules as pure functions: what AdamW, Adam, SGD and Lion do to one element, and Muon to one matrix.
 
 A rule knows neither storage formats nor loss scales nor devices; executors (:mod:`mezzo.step.executors`) know no
 particular rule. Each rule is written once: executors run it block by block, or write kernels from it.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest
+from mezzo.step.matrix import muon
 
 States: TypeAlias = tuple[Tensor, ...]
 Scalars: TypeAlias = Mapping[str, Tensor]
@@ -26,9 +27,9 @@ class UpdateRule:
     """One update rule. Two rules are equal if name and options are.
 
     Args:
-        name: ``adamw``, ``adam``, ``sgd`` or ``lion``.
+        name: ``adamw``, ``adam``, ``sgd``, ``lion`` or ``muon``.
         options: Names of the options that are on; they change the mathematics, and so the compiled code. ``maximize``,
-            which all rules have, negates the gradient.
+            which all rules of elements have, negates the gradient.
         hypers: Names of the hyper-parameters, all 0-d device tensors, so that a captured step follows schedules.
         states: Names of the tensors that the rule keeps for each weight, as torch's optimizers call them. All
             start at zero.
@@ -38,6 +39,10 @@ class UpdateRule:
             states. Pure, element-wise, without a branch on values. An FP32 state that it returns as it came is not
             written.
         numbers: Names of what ``numbers_of`` makes and ``apply`` reads.
+        is_whole: Whether ``apply`` is about whole matrices. It takes a :class:`mezzo.step.matrix.Matrix` and the
+            settings as well, and may write the weight and the states in place; torch's operations carry it out, and
+            kernels of it are not written.
+        settings: Names of the group's values that such a rule reads on the host, beside options and hyper-parameters.
     """
 
     name: str
@@ -47,6 +52,8 @@ class UpdateRule:
     numbers_of: Callable[[Scalars, Tensor], dict[str, Tensor]] = field(compare=False, repr=False)
     apply: Callable[..., tuple[Tensor, States]] = field(compare=False, repr=False)
     numbers: tuple[str, ...] = field(compare=False, repr=False, default=())
+    is_whole: bool = field(compare=False, repr=False, default=False)
+    settings: tuple[str, ...] = field(compare=False, repr=False, default=())
 
     def scalars(self, hypers: Scalars, step: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Compute what every element of this step shares, such as bias corrections.
@@ -182,6 +189,12 @@ def _lion(gradient: Tensor, weight: Tensor, states: States, numbers: Scalars) ->
     return weight, (momentum * numbers["beta2"] + numbers["gain2"] * gradient,)
 
 
+def _numbers_of_muon(hypers: Mapping[str, Any], step: Any) -> dict[str, Any]:
+    """From tensors, or on the host from numbers."""
+    lr, momentum = hypers["lr"], hypers["momentum"]
+    return {"decay": 1 - lr * hypers["weight_decay"], "momentum": momentum, "gain": 1 - momentum}
+
+
 _ADAM: Final[dict[str, Any]] = {
     "options": frozenset({"amsgrad", "maximize"}),
     "hypers": ("lr", "beta1", "beta2", "eps", "weight_decay"),
@@ -223,6 +236,16 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
             numbers_of=_numbers_of_lion,
             apply=_lion,
         ),
+        "muon": UpdateRule(
+            name="muon",
+            options=frozenset({"nesterov"}),
+            hypers=("lr", "weight_decay", "momentum"),
+            states=("momentum_buffer",),
+            numbers_of=_numbers_of_muon,
+            apply=muon,
+            is_whole=True,
+            settings=("ns_coefficients", "ns_steps", "eps", "adjust_lr_fn"),
+        ),
     }
 )
 
@@ -232,9 +255,9 @@ def rule(name: str, *options: str) -> UpdateRule:
     """Return an update rule; the same call returns the same object, so that compiled code is found again.
 
     Args:
-        name: ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"lion"``.
+        name: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"`` or ``"muon"``.
         *options: Of Adam and AdamW ``"amsgrad"``, ``"maximize"``; of SGD ``"momentum"``, ``"nesterov"``,
-            ``"maximize"``; of Lion ``"maximize"``.
+            ``"maximize"``; of Lion ``"maximize"``; of Muon ``"nesterov"``.
 
     Raises:
         PolicyError: An unknown name or option, or ``nesterov`` without ``momentum``.
@@ -255,13 +278,14 @@ def rule(name: str, *options: str) -> UpdateRule:
         raise PolicyError(
             f"unknown option {unknown[0]!r} of {name}", why=nearest(unknown[0], sorted(base_rule.options))
         )
-    if "nesterov" in options and "momentum" not in options:
+    left_out = base_rule.options.difference(options)
+    if "nesterov" in options and "momentum" in left_out:
         raise PolicyError("nesterov without momentum", why="it looks ahead along it", write="momentum=0.9")
     flags = {option: True for option in options if option != "maximize"}
     return replace(
         base_rule,
         options=frozenset(options),
-        states=tuple(state for state in base_rule.states if _STATES_OF_OPTIONS.get(state, "") in ("", *options)),
+        states=tuple(state for state in base_rule.states if _STATES_OF_OPTIONS.get(state) not in left_out),
         apply=partial(base_rule.apply, **flags),
         numbers=tuple(base_rule.numbers_of(dict.fromkeys(base_rule.hypers, torch.zeros(())), torch.ones(()))),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch import Tensor
 from mezzo.formats.noise import noise
 from mezzo.scale.state import inverse
 from mezzo.step import moments
+from mezzo.step.matrix import NATIVE, Products
 from mezzo.step.storage import Storage
 from mezzo.step.update import States, UpdateRule
 from mezzo.tensors import moved
@@ -259,6 +260,10 @@ class Bucket:
             random: to nearest, a second moment could never shrink (0.999 of it rounds to itself).
         seed: For random rounding; ranks that hold different weights give different ones.
         only_move: Whether these tensors and the gradients never change in anything but their addresses.
+        params: Of a rule of whole matrices: the parameters, DTensors where the weights are this rank's parts of them.
+        settings: Of such a rule: what it reads on the host, by name.
+        rate_dtype: Of such a rule: the dtype in which the program has its learning rate.
+        products: Of such a rule: how it multiplies.
     """
 
     rule: UpdateRule
@@ -270,6 +275,10 @@ class Bucket:
     states: Sequence[States]
     seed: int = 0
     only_move: bool = False
+    params: Sequence[Tensor] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    rate_dtype: torch.dtype = torch.float64
+    products: Products = NATIVE
 
     def targets(self, index: int) -> tuple[Tensor, ...]:
         """Return the tensors that an update of a weight writes: the weight's parts, then its states."""

@@ -231,10 +231,10 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         instead = differences.instead(op_name(function), args, kwargs)
         if instead is not None and instead.parts is not None:
             return lambda *_, **__: instead.parts()
-        if differences.handler(function) is not None:
-            return None
         if (opened := differences.opened.get(function)) is not None:
             return opened
+        if differences.handler(function) is not None:
+            return None
     if any(cls not in (Tensor, torch.nn.Parameter) for cls in types):
         return None
     entry = OPS.get(op_name(function))

@@ -220,7 +220,7 @@ def hides_storage(module: nn.Module) -> bool:
 def _unhide(module: nn.Module, count: list[int]) -> None:
     count[0] -= 1
     for name in () if count[0] else _BOUND:  # another model that hides its storage may have the module, too
-        if name != "_mezzo_prepared":
+        if name not in ("_mezzo_prepared", "_mezzo_fp32"):
             vars(module).pop(name, None)
 
 
@@ -545,4 +545,4 @@ _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied, "_slow_forward": _traced,
 }  # fmt: skip
 #: The attributes of such a module that no copy of it gets.
-_BOUND: Final = ("_mezzo_hidden", "_mezzo_low", "_mezzo_prepared", "flatten_parameters", *_METHODS)
+_BOUND: Final = ("_mezzo_hidden", "_mezzo_low", "_mezzo_fp32", "_mezzo_prepared", "flatten_parameters", *_METHODS)

@@ -13,6 +13,7 @@ from mezzo.cast.device.decide import (
     emulated_families,
     fast_format,
     intended,
+    is_right,
     probe,
     usual_policy,
 )
@@ -42,4 +43,4 @@ __all__ = [
     "FamilySupport",
 ]
 __all__ += ["FormatSupport", "arithmetic", "default_device_types", "devices", "emulated_families", "fast_format"]
-__all__ += ["intended", "isa_setting", "probe", "processor", "usual_policy"]
+__all__ += ["intended", "is_right", "isa_setting", "probe", "processor", "usual_policy"]

@@ -135,10 +135,7 @@ def arithmetic(
         return dict.fromkeys(FAMILIES, Choice(action="native", reason=f"{name} is what emulation computes in"))
     report = probe(device_type)
     families = report.formats[dtype].families
-    revived = None
-    if report.formats[dtype].status == "dead":
-        with _lock:
-            revived = _revived[dtype] = _revived.get(dtype) or _revive(dtype, report)
+    revived = _survived(dtype, report)
     cure = f"{ISA_VARIABLE}={probing.ISA_LIMIT} python …" if report.needs_isa_limit else ""
     if emulate is True:
         return dict.fromkeys(FAMILIES, Choice(action="emulate", reason="emulate=True asks for it"))
@@ -180,6 +177,30 @@ def emulated_families(
     """
     choices = arithmetic(dtype, device_type, emulate)
     return frozenset(family for family, choice in choices.items() if choice.action == "emulate")
+
+
+def is_right(dtype: torch.dtype, device_type: str, family: Family) -> bool:
+    """Return whether native arithmetic is right in a family, however slow, and make this process safe for it.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+        device_type: ``"cpu"`` or an accelerator that is present.
+        family: Of products.
+
+    **Cost**: that of :func:`arithmetic`.
+    """
+    report = probe(device_type)
+    support = report.formats[dtype].families[family]
+    return _safe(support, dtype_name(dtype), device_type, _survived(dtype, report)).action != "emulate"
+
+
+def _survived(dtype: torch.dtype, report: DeviceReport) -> Choice | None:
+    """Return how this process lives on with a format that kills processes; None where it does not."""
+    if report.formats[dtype].status != "dead":
+        return None
+    with _lock:
+        choice = _revived[dtype] = _revived.get(dtype) or _revive(dtype, report)
+    return choice
 
 
 def _safe(support: FamilySupport, what: str, device_type: str, revived: Choice | None) -> Choice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from inspect import getattr_static
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from mezzo import sharded
 from mezzo.cast.device import default_device_types, devices
 from mezzo.cast.differences import ParamFacts
+from mezzo.cast.pins import PIN
 from mezzo.cast.products import Memory, recipe_of
 from mezzo.compiling import constant_in_graphs
 from mezzo.errors import MezzoError, UnsupportedError, some_of
@@ -36,6 +38,20 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.dtype in CASTABLE:
                 yield tensor, f"{prefix}.{name}" if prefix else name, module
+
+
+def ruled_fp32(model: nn.Module, policy: Policy) -> dict[nn.Module, set[str]]:
+    """Return which parameters a policy's rules have in FP32, by module or parameter: their names, by their owner."""
+    names = defaultdict[nn.Module, set[str]](set)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        rule = policy.module_rule(prefix) if prefix else None
+        is_fp32 = getattr(type(module), PIN, None) == "fp32" if rule is None else rule.treatment == "fp32"
+        for name in module._parameters:
+            path = f"{prefix}.{name}" if prefix else name
+            dtype, deciding = policy.storage(path, prefix, is_norm=isinstance(module, NORM))
+            if dtype == torch.float32 and (is_fp32 if deciding is None else deciding.treatment == "fp32"):
+                names[module].add(name)
+    return names
 
 
 def is_large(tensor: Tensor) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from mezzo.cast.model.places import (
     entry_modules,
     own_params,
     region_paths,
+    ruled_fp32,
     stored_tensors,
 )
 from mezzo.cast.model.storing import store_as
@@ -36,9 +38,13 @@ from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.policy.rules import exact
 from mezzo.sharded import restore_data, set_data
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.exports import mark_fp32
 from mezzo.weights.models import halves, hide_storage, of_halves, store, store_plainly
 
 logger = logging.getLogger(__name__)
+
+#: The handle of each model that was prepared, a session's too.
+_HANDLES: Final[weakref.WeakKeyDictionary[nn.Module, weakref.ref[Prepared]]] = weakref.WeakKeyDictionary()
 
 
 def prepare(model: nn.Module, policy: PolicyLike) -> Prepared:
@@ -85,6 +91,12 @@ def prepare(model: nn.Module, policy: PolicyLike) -> Prepared:
     """
     require_module(model)
     return Prepared(model, Policy.of(policy), expects_session=True)
+
+
+def handle_of(model: nn.Module) -> Prepared | None:
+    """Return the handle of a model that is prepared, by :func:`prepare` or for a session; ``None`` for others."""
+    handle = _HANDLES[model]() if model in _HANDLES else None
+    return None if handle is None or handle.is_removed else handle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,6 +157,7 @@ class Prepared:
     Attributes:
         model: The model.
         in_session: Whether a session has the model, and is not closed yet.
+        is_removed: Whether :meth:`remove` was called.
         devices: The devices of its tensors, which its regions cover.
         plan: How the policy is carried out.
     """
@@ -153,7 +166,7 @@ class Prepared:
         self, model: nn.Module, policy: Policy, *, logs_unreached_rules: bool = True, expects_session: bool = False
     ) -> None:
         require_module(model)
-        self.model, self.in_session, self._is_removed = model, False, False
+        self.model, self.in_session, self.is_removed = model, False, False
         sharded.reshard(sharded.units(model))
         self.devices = Devices(model)
         self.plan = Preparation.of(model, policy, self.devices, expects_session=expects_session)
@@ -179,6 +192,7 @@ class Prepared:
         except BaseException:
             self.remove()
             raise
+        _HANDLES[model] = weakref.ref(self)
 
     def __repr__(self) -> str:
         return f"<mezzo.prepare({type(self.model).__name__}, {str(self.given_policy)!r}): {halves(self.model)}>"
@@ -227,6 +241,7 @@ class Prepared:
         for name, param in model.named_parameters():
             if param in self.plan.storage.halves:
                 self._halves[name] = self.plan.storage.halves[param]
+        self._entered.callback(mark_fp32(ruled_fp32(model, policy)))
         self._entered.callback(hide_storage(model, is_low=policy.param_dtype in LOW))
         if policy.casts:
             self._entered.callback(keep_dtypes(self))
@@ -353,7 +368,7 @@ class Prepared:
             StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
         """
         model_name = type(self.model).__name__
-        if self._is_removed:
+        if self.is_removed:
             raise StateError(
                 "the preparation was removed", where=model_name, write="mezzo.prepare(model, policy) again"
             )
@@ -398,7 +413,7 @@ class Prepared:
                 where=type(self.model).__name__,
                 write="amp.close(), then prepared.remove()",
             )
-        self._is_removed = True
+        self.is_removed = True
         self._undo.close()
         self._leave()
         if self.plan.storage.halves:

@@ -353,7 +353,8 @@ _ROWS: Final = (
     _Rows("native", "composite", "gaussian_nll_loss", "log"),
     _Rows("native", "composite", "multilabel_soft_margin_loss", "sum"),
     _Rows("native", "composite", "triplet_margin_with_distance_loss", "pairwise_distance"),
-    _Rows("native", "composite", "linear_cross_entropy", "linear cross_entropy"),
+    _Rows("native", "composite", "linear_cross_entropy", "linear cross_entropy",
+          note="with options, chunks are mezzo's: torch makes gradients before a loss scale reaches them"),
     _Rows("native", "composite", "svd_lowrank pca_lowrank lobpcg", "matmul"),
     _Rows("native", "composite", "interpolate", """
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
