@@ -216,16 +216,13 @@ def below() -> str:
 
 
 def healed() -> str:
-    """The table of the newest ``benchmarks/heal.py``: NVFP4 with a last tenth in BF16."""
+    """The result of the newest ``benchmarks/heal.py``: NVFP4 with a last tenth in BF16."""
     result = newest("heal-cpu-*.json")
-    lines = ["| products | bits per byte | − BF16 | of each seed |", "|---|---:|---:|---:|"]
-    for row in result["rows"]:
-        differences = " ".join(f"{difference:+.4f}" for difference in row["differences_to_bf16"])
-        beside = "" if row["name"] == "BF16" else f"{row['difference_to_bf16']:+.4f}"
-        lines.append(f"| {row['name']} | {row['mean']:.4f} | {beside} | {differences if beside else ''} |")
-    steps = f"docs_lm, {result['steps']} steps, {counted(result['seeds'], 'seed')}"
-    closes = "" if result["closed"] is None else f"; healing closes {100 * result['closed']:.0f} % of the gap"
-    return "\n".join([*lines, "", f"{steps}{closes}. {where(result)} (`benchmarks/heal.py`)."])
+    base, *rows = result["rows"]
+    named = "; ".join(f"{row['name']} {row['difference_to_bf16']:+.4f}" for row in rows)
+    closes = "" if result["closed"] is None else f": healing closes {100 * result['closed']:.0f} % of the gap"
+    conditions = f"{counted(result['seeds'], 'seed')}, {where(result)}"
+    return f"docs_lm: BF16 {base['mean']:.4f} bits per byte; {named}{closes} ({conditions}; `benchmarks/heal.py`)."
 
 
 def _percent(share: float) -> str:
