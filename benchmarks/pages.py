@@ -215,6 +215,16 @@ def below() -> str:
     return "\n".join([*lines, "", f"{about}. {shares}. {where(result)} (`benchmarks/below_sixteen.py`)."])
 
 
+def healed() -> str:
+    """The result of the newest ``benchmarks/heal.py``: NVFP4 with a last tenth in BF16."""
+    result = newest("heal-cpu-*.json")
+    base, *rows = result["rows"]
+    named = "; ".join(f"{row['name']} {row['difference_to_bf16']:+.4f}" for row in rows)
+    closes = "" if result["closed"] is None else f": healing closes {100 * result['closed']:.0f} % of the gap"
+    conditions = f"{counted(result['seeds'], 'seed')}, {where(result)}"
+    return f"docs_lm: BF16 {base['mean']:.4f} bits per byte; {named}{closes} ({conditions}; `benchmarks/heal.py`)."
+
+
 def _percent(share: float) -> str:
     return "0" if share == 0 else f"{100 * share:.2g}" if share >= 0.0001 else "<0.01"
 
@@ -297,7 +307,7 @@ def rollouts() -> str:
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
         "README.md": {"overflow": overflow, "figures": figures},
-        "docs/below_sixteen_bits.md": {"below": below},
+        "docs/below_sixteen_bits.md": {"below": below, "healed": healed},
         "docs/benchmarks.md": {
             "step": steps,
             "train": trainings,

@@ -23,6 +23,7 @@ SMALLEST = {
     "engine.py": "--layers 2 --repetitions 1",
     "formats.py": "--elements 4096 --repetitions 1",
     "gpu": "--dry-run",
+    "heal.py": "--seeds 1 --script-steps 1",
     "host.py": "--tensors 2 4 --rounds 1",
     "memory.py": "--size least",
     "moments.py": "--steps 2 --stride 600 --seeds 1 --script-steps 2",
