@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import mezzo
 from mezzo.cast import region
+from mezzo.interrupts import Members
 
 #: At whose lines a signal comes: mezzo's, and what its writes go through, contextlib on their behalf alone: torch's own
 #: state does not outlive a signal as torch leaves a context.
@@ -38,9 +39,15 @@ def ends_a_block(frame):
 
 def is_finalizing(frame):
     """Whether an object's end is what runs, whenever it comes: Python lets no error out of that, Ctrl-C included."""
-    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__ and not is_called_back(frame):
         frame = frame.f_back
     return frame is not None
+
+
+def is_called_back(frame):
+    """Whether a reference that has died calls what it was to call."""
+    reference = frame.f_locals.get("removed") if frame.f_code is Members.remove.__code__ else None
+    return isinstance(reference, weakref.ref) and reference() is None
 
 
 #: Where the region of a forward pass is entered and left. As with torch's own contexts, its state does not outlive a

@@ -74,9 +74,9 @@ def test_findings_of_a_script_and_of_the_loss_outside_its_model(mezzo, script):
     findings = {finding["kind"]: finding for finding in model["findings"]}
     assert set(findings) == {"lost integers", "logits", "tied weights"}
     assert findings["lost integers"]["where"] == f"time linear ({script}:16)"
-    assert findings["logits"]["where"] == "(loss) cross_entropy"
-    size = 2 * 2 * 599 * 800 * 6  # the rows that the script's loss reads, there and back
-    assert f"{size / 2**20:.1f} MiB" in findings["logits"]["text"]
+    assert findings["logits"]["where"] == f"head linear ({script}:16)"
+    size = 2 * 599 * 800 * 4  # the rows that the script's loss reads
+    assert f"1,198×800, {size / 2**20:.2f} MiB in FP32" in findings["logits"]["text"]
 
 
 def test_a_terminal_is_never_too_narrow(mezzo, monkeypatch, script):

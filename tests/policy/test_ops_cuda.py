@@ -20,6 +20,8 @@ ON_PURPOSE = {
 }
 #: Variances are FP32, and products whose samples have an inner size of one add up nothing.
 ARGUMENTS_DECIDE = "var std var_mean std_mean torch addr einsum bmm".split()
+#: Losses, FP32 as every other; torch's kernel of them gives the dtype of its rows.
+IN_CHUNKS = "nn.functional.linear_cross_entropy."
 # Left to torch, which casts the products inside.
 COMPOSED_OF_PRODUCTS = {"linalg_matrix_exp", "linalg_pinv"}
 
@@ -59,6 +61,7 @@ def test_portable_lists_give_cuda_dtypes_on_a_cpu(rows):
         newer = row["op"] == "nn.functional.rms_norm" and torch.__version__ < (2, 12)  # then on no list of torch's
         known = newer or row["op"] in ON_PURPOSE or (op is not None and op.reason == "no low kernel")
         known |= row["op"].partition(".")[0] in ARGUMENTS_DECIDE or row["op"] == "nn.functional.conv3d"
+        known |= row["op"].startswith(IN_CHUNKS)
         # Where CUDA's autocast raises for want of a kernel, anything that works is an improvement.
         if row["mezzo"] != row["cuda"] and not is_error(row["cuda"]) and not known:
             wrong.setdefault(row["op"], row)

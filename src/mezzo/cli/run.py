@@ -70,7 +70,7 @@ def run(
 
     [bold]mezzo run --policy O2,bf16 train.py[/bold]
 
-    [bold]mezzo run --policy "fp8_module=*@0; O1,bf16@900" train.py[/bold]  FP8, and BF16 after 900 steps
+    [bold]mezzo run --policy "fp8_module=*@0; O1,bf16@900" train.py[/bold]  FP8, then BF16
 
     [bold]mezzo run -m package.train --epochs 3[/bold]              a module, as python -m
 

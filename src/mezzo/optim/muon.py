@@ -69,6 +69,7 @@ class Muon(OnePassOptimizer):
     """
 
     _rule = "muon"
+    _has_one_rule = False
 
     def __init__(
         self,

@@ -90,6 +90,7 @@ class OnePassOptimizer(Optimizer):
     """
 
     _rule: ClassVar[str]
+    _has_one_rule: ClassVar[bool] = True  # whether a plan is made anew for its switches alone
     reads_halves: ClassVar[bool] = True
     _step_supports_amp_scaling = True
 
@@ -306,8 +307,16 @@ class OnePassOptimizer(Optimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
+        switches = _SWITCHES[self._rule] if self._has_one_rule else None
         return StepInputs(
-            options=[(len(g["params"]), g["state_dtype"], *self.settings_of(g)) for g in groups],
+            options=[
+                (
+                    len(g["params"]),
+                    g["state_dtype"],
+                    *(self.settings_of(g) if switches is None else map(bool, map(g.__getitem__, switches))),
+                )
+                for g in groups
+            ],
             params=all_params,
             have_gradients=have,
             gradients=gradients,

@@ -114,7 +114,7 @@ class Devices:
         examples: dict[str, tuple[nn.Module, str, str]] = {}
         for table in ("_parameters", "_buffers"):  # parameters first: they stay the same objects when they move
             for module in model.modules():
-                for name, tensor in vars(module)[table].items():
+                for name, tensor in vars(module).get(table, {}).items():  # torch.jit's have none: they are refused
                     if tensor is not None:
                         examples.setdefault(tensor.device.type, (module, table, name))
         self._examples = list(examples.values())
