@@ -39,15 +39,16 @@ def ends_a_block(frame):
 
 def is_finalizing(frame):
     """Whether an object's end is what runs, whenever it comes: Python lets no error out of that, Ctrl-C included."""
-    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__ and not is_called_back(frame):
+    while frame is not None and not ends_an_object(frame):
         frame = frame.f_back
     return frame is not None
 
 
-def is_called_back(frame):
-    """Whether a reference that has died calls what it was to call."""
+def ends_an_object(frame):
+    """Whether a finalizer, a ``__del__``, or what a reference calls when it has died has this frame."""
     reference = frame.f_locals.get("removed") if frame.f_code is Members.remove.__code__ else None
-    return isinstance(reference, weakref.ref) and reference() is None
+    is_called_back = isinstance(reference, weakref.ref) and reference() is None
+    return is_called_back or frame.f_code is weakref.finalize.__call__.__code__ or frame.f_code.co_name == "__del__"
 
 
 #: Where the region of a forward pass is entered and left. As with torch's own contexts, its state does not outlive a
