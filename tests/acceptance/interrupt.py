@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import gc
 import inspect
 import os
 import signal
@@ -88,10 +89,13 @@ class Interrupt:
         return self._at_line
 
     def __enter__(self):
-        self._before = sys.gettrace()
+        self._before, self._collects = sys.gettrace(), gc.isenabled()
+        gc.disable()  # what is collected, and when, depends on all that ran before: the n-th line would be another one
         sys.settrace(self._at_call)
         return self
 
     def __exit__(self, cls, error, trace):
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
         return cls is KeyboardInterrupt
