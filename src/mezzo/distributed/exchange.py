@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo.compiling import never_compiled
 from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, some_of
 from mezzo.hooks import OwnHook
-from mezzo.releases import require_all
+from mezzo.releases import private, require_all
 from mezzo.sharded import is_distributed
 
 #: For how many seconds a rank waits for what the others have to say of a vote.
@@ -306,9 +306,8 @@ class Ranks:
 
         **Cost**: some round trips to the store; nothing on a device.
         """
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        store, at = _get_default_store(), f"mezzo/{self._name}/{call}/{step}"
+        get_store = private("torch.distributed.distributed_c10d._get_default_store")
+        store, at = get_store(), f"mezzo/{self._name}/{call}/{step}"
         key = f"{at}/{self._votes[at]}"
         self._votes[at] += 1
         keys = [f"{key}/{rank}" for rank in range(self.size)]
